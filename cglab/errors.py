@@ -1,0 +1,177 @@
+"""Every exception of the lab, in one small tree.
+
+    CglabError
+    +-- InputError              what the caller gave is wrong (also a ValueError)
+    |   +-- ToggleError         a toggle or setting has no such value
+    |   +-- SlotError           a slot's shape, dtype, device or kind does not fit
+    |   +-- BucketError         a bucket list cannot be honoured
+    |   +-- ModelError          a model folder, checkpoint or name cannot be used
+    |   +-- DeviceError         a device is asked for that is not there
+    +-- CaptureError            a function could not be recorded
+    |   +-- HostReadError           it reads device data on the host
+    |   +-- DynamicShapeError       an output's shape depends on data
+    |   +-- NewInputError           it brings in memory that a replay cannot refresh
+    |   +-- UnsupportedOperationError   an operation that no recording can hold
+    |   +-- BreakRefusedError       a break inside a ``full`` capture
+    |   +-- EmptyCaptureError       nothing was recorded
+    |   +-- UnjoinedStreamError     a side stream was left open
+    |   +-- CaptureMemoryError      out of memory while recording
+    |   +-- OutputStructureError    outputs differ in kind between buckets
+    |   +-- SelfCheckError          the replay did not repeat what eager computes
+    +-- ReplayError             a recording must not be replayed now
+    |   +-- AddressError            memory that the recording reads has moved
+    |   +-- StaleOutputError        an output is read after a later replay overwrote it
+    |   +-- PoolBusyError           the pool is in use, or borrowed memory is still alive
+    +-- ResultsError            recorded results cannot be read or written
+    +-- ClosedError             the object was closed
+
+Messages carry three things: the fact, the good values, and the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class CglabError(Exception):
+    """Base of every error that the lab raises on purpose."""
+
+
+class InputError(CglabError, ValueError):
+    """What the caller gave is wrong; nothing was changed."""
+
+
+class ToggleError(InputError):
+    """A toggle or setting was given a value that it does not have."""
+
+
+class SlotError(InputError):
+    """A tensor does not fit the slot it is meant for."""
+
+
+class BucketError(InputError):
+    """A list of bucket sizes cannot be honoured."""
+
+
+class ModelError(InputError):
+    """A model name, folder or checkpoint cannot be used."""
+
+
+class DeviceError(InputError):
+    """A device was asked for that this machine does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's own code.
+
+    Attributes:
+        file: path of the source file.
+        line: line number, from 1.
+        function: name of the enclosing function.
+        code: the source line, stripped; empty when the source is not at hand.
+    """
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line} in {self.function}"
+        return f"{where}: {self.code}" if self.code else where
+
+
+class CaptureError(CglabError):
+    """A function could not be recorded; the process and earlier recordings are intact.
+
+    Attributes:
+        operation: the operation that was refused, such as ``aten::_local_scalar_dense``.
+        place: the user's own line, if one could be told.
+        advice: the smallest change that helps.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        operation: str | None = None,
+        place: Place | None = None,
+        advice: str | None = None,
+    ) -> None:
+        self.summary = message
+        self.operation = operation
+        self.place = place
+        self.advice = advice
+        parts = [message]
+        if place is not None:
+            parts.append(f"at {place}")
+        if operation is not None:
+            parts.append(f"operation: {operation}")
+        if advice is not None:
+            parts.append(f"next step: {advice}")
+        super().__init__("\n  ".join(parts))
+
+
+class HostReadError(CaptureError):
+    """The function reads device data on the host, so a replay would act on a frozen value."""
+
+
+class DynamicShapeError(CaptureError):
+    """An output's shape depends on data, so its memory cannot be fixed in advance."""
+
+
+class NewInputError(CaptureError):
+    """The function takes in memory that no replay would refresh."""
+
+
+class UnsupportedOperationError(CaptureError):
+    """The operation cannot be held by a recording at all."""
+
+
+class BreakRefusedError(CaptureError):
+    """A break was reached inside a ``full`` capture, which has nowhere to put it."""
+
+
+class EmptyCaptureError(CaptureError):
+    """Nothing was recorded: a replay would return the same values for ever."""
+
+
+class UnjoinedStreamError(CaptureError):
+    """A side stream was forked from the capture and never joined."""
+
+
+class CaptureMemoryError(CaptureError):
+    """Memory ran out while recording."""
+
+
+class OutputStructureError(CaptureError):
+    """The outputs of two buckets differ in structure, so they cannot share buffers."""
+
+
+class SelfCheckError(CaptureError):
+    """A replay over fresh inputs did not repeat what eager execution computes."""
+
+
+class ReplayError(CglabError):
+    """A recording exists but must not be replayed as things stand."""
+
+
+class AddressError(ReplayError):
+    """Memory that the recording reads by address has moved or was replaced."""
+
+
+class StaleOutputError(ReplayError):
+    """An output was read after a later replay had overwritten its memory."""
+
+
+class PoolBusyError(ReplayError):
+    """A replay or capture was started while its pool was in use."""
+
+
+class ResultsError(CglabError):
+    """Recorded results cannot be read or written; what was there is untouched."""
+
+
+class ClosedError(CglabError):
+    """The object was closed and holds no recordings any more."""
