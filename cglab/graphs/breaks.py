@@ -51,7 +51,7 @@ def staged(stage: Stage | None) -> Iterator[None]:
     if stage is not None and _stage.get() is not None:
         raise CaptureError(
             "a capture was started inside another capture",
-            place=place_of_stack(None),
+            place=place_of_stack(sys._getframe()),
             advice="capture the inner function before, or call it plain: it is then recorded inline",
         )
     token = _stage.set(stage)
@@ -102,6 +102,15 @@ class Inline:
     def reach(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the body in place."""
         return body(*args, **kwargs)
+
+
+class Aside:
+    """Breaks are plain calls, eager as at replay: the warm-up of a breakable capture."""
+
+    def reach(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the body outside of the capture's rules."""
+        with staged_aside():
+            return body(*args, **kwargs)
 
 
 class Refuse:

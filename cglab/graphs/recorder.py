@@ -135,6 +135,14 @@ class Recorder(Protocol):
         """Starts recording; on an error everything is undone and a ``CaptureError`` tells where."""
         ...
 
+    def shape_of(self, function: Callable[[], Result]) -> Result:
+        """What ``function`` returns, for a caller that switched warm-ups off: runs apart from the capture."""
+        ...
+
+    def footprint(self) -> int:
+        """Bytes of the device that are in use outside of the allocator: handles, modules, workspaces."""
+        ...
+
     def synchronize(self) -> None:
         """Waits for the device."""
         ...
