@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -143,7 +143,7 @@ class Split:
         self.steps.append(self.take.cut())
         with staged_aside():
             output = body(*args, **kwargs)
-        self.steps.append(BreakCall(body, *frozen, output))
+        self.steps.append(BreakCall(body, *frozen, output, self.take.guard))
         self.take.resume()
         return output
 
@@ -167,7 +167,15 @@ class BreakCall:
 
     nodes = 0
 
-    def __init__(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __init__(
+        self,
+        body: Body,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        guard: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._guard = guard
         self.name = getattr(body, "__qualname__", repr(body))
         self._body, self._args, self._kwargs = body, args, kwargs
         self._held, self._structure = tree_flatten(output)
@@ -179,7 +187,8 @@ class BreakCall:
             OutputStructureError: if the output's structure or a Python value in it changed, which the recorded
                 segments after it cannot follow (P33, P36).
         """
-        fresh, structure = tree_flatten(self._body(*self._args, **self._kwargs))
+        with self._guard():
+            fresh, structure = tree_flatten(self._body(*self._args, **self._kwargs))
         if structure != self._structure:
             raise OutputStructureError(
                 f"the break {self.name!r} returned {structure} at replay, {self._structure} at capture",

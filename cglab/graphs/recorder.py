@@ -52,6 +52,10 @@ class Take(Protocol):
         """Starts the next segment in the same pool."""
         ...
 
+    def guard(self) -> AbstractContextManager[None]:
+        """Entered around every replay of a break of this take."""
+        ...
+
     def alias(self, tensor: Tensor) -> Tensor:
         """The same memory without owning it, for a pool intermediate; ``tensor`` itself for anything else."""
         ...

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,11 @@ class TapeTake(TorchDispatchMode):
     def resume(self) -> None:
         """Starts the next segment."""
         self._nodes = []
+
+    @staticmethod
+    def guard() -> AbstractContextManager[None]:
+        """Breaks on a CPU leave nothing running."""
+        return nullcontext()
 
 
 class TapeRecorder:
