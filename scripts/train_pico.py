@@ -133,9 +133,10 @@ def continue_greedily(model: Decoder, ids: list[int], count: int) -> list[int]:
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
     """Linear warm-up, then a cosine down to a fiftieth of the peak."""
-    if step < WARM_UP:
-        return peak * (step + 1) / WARM_UP
-    progress = (step - WARM_UP) / max(1, steps - WARM_UP)
+    warm_up = min(WARM_UP, steps // 10)
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    progress = (step - warm_up) / (steps - warm_up)
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
