@@ -119,6 +119,13 @@ class Coverage:
             "notes": dict(self.notes),
         }
 
+    def __sub__(self, earlier: Coverage) -> Coverage:
+        """What was counted since ``earlier``, a copy of this coverage."""
+        return Coverage(
+            self.hits - earlier.hits, self.live_rows - earlier.live_rows, dict(self.sizes),
+            self.misses - earlier.misses, dict(self.last_facts), self.notes - earlier.notes,
+        )  # fmt: skip
+
     def clear(self) -> None:
         """Forgets all counts."""
         for counts in (self.hits, self.live_rows, self.misses, self.notes):
