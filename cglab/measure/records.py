@@ -1,0 +1,139 @@
+"""Result records: one JSON object a line, in ``data/results/*.jsonl``.
+
+An append writes the whole file anew beside the old one and renames it into place, under a lock on the folder.
+A full disk, a kill at any byte and other writers therefore leave every earlier line as it was, and a batch of
+records is there whole or not at all. Lines that are no records (a partial line that something else left
+behind) are kept in the file and reported with their number.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from cglab.errors import ResultsError
+from cglab.measure.record import Record
+from cglab.measure.tree import PACKAGE
+
+RESULTS = PACKAGE.parent / "data" / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A line that is no record. It stays in its file."""
+
+    file: str
+    line: int
+    reason: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line}: {self.reason}: {self.text[:80]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a folder of results holds: records by time, and lines that are none."""
+
+    records: tuple[Record, ...]
+    problems: tuple[Problem, ...]
+
+
+def append(path: str | Path, records: Iterable[Record]) -> None:
+    """Adds records to a file of results, all of them or none.
+
+    Args:
+        path: a ``.jsonl`` file; its folder is made if needed.
+        records: to add, in order.
+
+    Raises:
+        ResultsError: if they cannot be written; the file is then as it was.
+        InputError: for a value that JSON cannot hold.
+    """
+    lines = b"".join(record.as_line() for record in records)
+    target = Path(path).resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent):
+            # Whoever holds the lock owns every unfinished copy: a writer that was killed left it.
+            for orphan in target.parent.glob(f".{escape(target.name)}.*.part"):
+                orphan.unlink(missing_ok=True)
+            before = target.read_bytes() if target.exists() else b""
+            if before and not before.endswith(b"\n"):
+                before += b"\n"
+            _replace(target, before + lines)
+    except OSError as error:
+        raise ResultsError(
+            f"cannot write results to {target}: {error}; what was there is untouched. "
+            "Free space or choose another folder, and run again"
+        ) from error
+
+
+def load(folder: str | Path = RESULTS) -> Results:
+    """Reads every ``.jsonl`` file of a folder, or one such file.
+
+    Raises:
+        ResultsError: if there is no such folder or file, or it cannot be read.
+    """
+    where = Path(folder)
+    if not where.exists():
+        raise ResultsError(f"no results at {where}; record some with `cglab bench`, or name their folder")
+    records: list[Record] = []
+    problems: list[Problem] = []
+    for file in sorted(where.glob("*.jsonl")) if where.is_dir() else [where]:
+        try:
+            lines = file.read_bytes().decode("utf-8", errors="replace").split("\n")
+        except OSError as error:
+            raise ResultsError(f"cannot read results from {file}: {error}") from error
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                records.append(Record.from_dict(_object(line)))
+            except ResultsError as error:
+                problems.append(Problem(str(file), number, str(error), line))
+    return Results(tuple(sorted(records, key=lambda record: record.created)), tuple(problems))
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise ResultsError(f"no complete JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ResultsError("no JSON object")
+    return values
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One writer in a folder at a time; the lock goes with the process, and leaves no file."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _replace(target: Path, content: bytes) -> None:
+    handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fchmod(handle, target.stat().st_mode & 0o777 if target.exists() else 0o644)
+            os.fsync(handle)
+        os.replace(part, target)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
