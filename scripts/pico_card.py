@@ -1,4 +1,4 @@
-"""Writes a trained pico model as a Hugging Face folder: configuration, weights, tokenizer, held-out prompts and model card."""
+"""Writes a trained pico model as a Hugging Face folder with its tokenizer, held-out prompts and card."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -27,7 +28,7 @@ Continue = Callable[[list[int], int], list[int]]
 
 
 def hugging_face_config(config: ModelConfig) -> dict[str, object]:
-    """The contents of ``config.json``; the rotary base is given in the form of old readers and in that of new ones."""
+    """The contents of ``config.json``; the rotary base is there for old readers and for new ones."""
     return {
         "architectures": [config.architecture],
         "model_type": "qwen3",
@@ -71,14 +72,16 @@ def checkpoint_tensors(model: Decoder) -> dict[str, Tensor]:
     return tensors
 
 
-def write_model(model: Decoder, data: Path, out: Path, progress: dict[str, object], continue_prompt: Continue) -> None:
-    """Writes the folder beside its place, then puts it there file by file, so that a reader never sees half a file.
+def write_model(
+    model: Decoder, data: Path, out: Path, facts: dict[str, Any], continue_prompt: Continue
+) -> None:
+    """Writes the folder beside its place, then moves it file by file: a reader never sees half a file.
 
     Args:
         model: the trained decoder.
         data: what ``pico_corpus.py`` wrote.
         out: the model's folder.
-        progress: facts of the training for the card.
+        facts: of the training, for the card.
         continue_prompt: continues token ids greedily, for the card's samples.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -89,10 +92,14 @@ def write_model(model: Decoder, data: Path, out: Path, progress: dict[str, objec
     for prompt in prompts[3 : 3 + SAMPLES]:
         continuation = tokenizer.decode(continue_prompt(prompt["ids"], SAMPLE_TOKENS))
         samples.append({"file": prompt["file"], "prompt": prompt["text"], "continuation": continuation})
-    bits = progress["held_out_loss"] / math.log(2)  # type: ignore[operator]
+    bits = facts["held_out_loss"] / math.log(2)
     bits_per_byte = bits * manifest["held_out_tokens"] / manifest["held_out_bytes"]
-    card = {"name": out.name, "held_out_bits_per_byte": bits_per_byte, "parameters": sum(p.numel() for p in model.parameters())}
-    card |= {"torch": torch.__version__, **progress, "corpus": manifest, "samples": samples}
+    card = {
+        "name": out.name,
+        "held_out_bits_per_byte": bits_per_byte,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    card |= {"torch": torch.__version__, **facts, "corpus": manifest, "samples": samples}
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.config.max_position,
@@ -121,23 +128,27 @@ def write_model(model: Decoder, data: Path, out: Path, progress: dict[str, objec
             os.replace(file, out / file.name)
 
 
-def model_card(card: dict) -> str:
+def model_card(card: dict[str, Any]) -> str:
     """The model card as Markdown."""
     corpus = card["corpus"]
+    steps = f"{card['steps']:,} of {card['planned_steps']:,} planned"
+    loss = f"{card['held_out_loss']:.4f} nats a token, {card['held_out_bits_per_byte']:.4f} bits a byte"
+    held_out = f"{len(corpus['held_out_files'])} whole files, {corpus['held_out_tokens']:,} tokens"
     rows = {
         "parameters": f"{card['parameters']:,}",
-        "held-out loss": f"{card['held_out_loss']:.4f} nats a token, {card['held_out_bits_per_byte']:.4f} bits a byte",
-        "training loss at that step": f"{card['train_loss']:.4f}",
-        "steps": f"{card['steps']:,} of {card['planned_steps']:,} planned, {card['batch_tokens']:,} tokens each ({card['epochs']} epochs)",
+        "held-out loss": loss,
+        "training loss of that step": f"{card['train_loss']:.4f}",
+        "steps": f"{steps}, {card['batch_tokens']:,} tokens each ({card['epochs']} epochs)",
         "seed, peak learning rate": f"{card['seed']}, {card['peak_learning_rate']}",
         "trained on": f"{card['device']}, {card['seconds']:.0f} s, torch {card['torch']}",
-        "corpus": f"standard library of Python {corpus['python']}: {corpus['train_files']} files, {corpus['train_tokens']:,} tokens",
-        "held out": f"{len(corpus['held_out_files'])} whole files, {corpus['held_out_tokens']:,} tokens (listed in `card.json`)",
+        "corpus": f"standard library of Python {corpus['python']}, {corpus['train_files']} files",
+        "training tokens": f"{corpus['train_tokens']:,}",
+        "held out": f"{held_out} (listed in `card.json`)",
         "corpus SHA-256": f"`{corpus['corpus_sha256']}`",
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     samples = "\n".join(
-        f"From `{sample['file']}`, greedy, after the marker:\n\n~~~text\n{sample['prompt']}⟦⟧{sample['continuation']}\n~~~\n"
+        f"From `{sample['file']}`:\n\n~~~text\n{sample['prompt']}⟦⟧{sample['continuation']}\n~~~\n"
         for sample in card["samples"]
     )
     return f"""---
@@ -146,16 +157,19 @@ library_name: transformers
 ---
 # {card["name"]}
 
-A specimen, not a useful model: a small decoder of the Qwen3 architecture that has learnt the look of Python's standard library, so
-that token streams, key-value caches and accept lengths in the lab are those of a trained model.
+A specimen, not a useful model: a small decoder of the Qwen3 architecture that has learnt the look of Python's
+standard library, so that tokens, key-value caches and accept lengths in the lab are those of a trained model.
 
 | | |
 | --- | --- |
 {table}
 
-The corpus is the source of Python's standard library (Python Software Foundation License 2.0); nothing else was used, and nothing was
-downloaded. `scripts/pico_corpus.py` and `scripts/train_pico.py` make this folder again. `prompts.json` holds prompts from the held-out files.
+The corpus is the source of Python's standard library (PSF License 2.0). Nothing else was
+used and nothing downloaded. `scripts/pico_corpus.py` and `scripts/train_pico.py` make this folder again.
+`prompts.json` holds prompts from the held-out files.
 
 ## Samples
+
+Held-out prompts, and after the marker ⟦⟧ the greedy continuation.
 
 {samples}"""

@@ -1,10 +1,10 @@
-"""Prepares the corpus of the shipped pico models: the standard library's source, tokenised by a tokenizer trained on it.
+"""Prepares the corpus of the pico models: the standard library's source, and a tokenizer trained on it.
 
     PYTHONPATH=. python scripts/pico_corpus.py [--out .work/pico]
 
-Writes ``tokenizer.json``, ``train.npy`` and ``held_out.npy`` (uint16 token ids, documents separated by ``<|endoftext|>``),
-``prompts.json`` (held-out prompts) and ``manifest.json`` (interpreter version, hash and counts of the corpus, held-out files).
-Nothing is downloaded. The same interpreter gives the same bytes.
+Writes ``tokenizer.json``, ``train.npy`` and ``held_out.npy`` (uint16 token ids, documents separated by
+``<|endoftext|>``), ``prompts.json`` (held-out prompts) and ``manifest.json`` (interpreter version, hash and
+counts of the corpus, held-out files). Nothing is downloaded. The same interpreter gives the same bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ HELD_OUT_SHARE = 50  # one file in fifty
 PROMPT_LENGTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256)
 PROMPT_COUNT = 72
 PROMPTS_PER_FILE = 3
+NOT_LIBRARY = ("site-packages/", "dist-packages/", "config-", "_sysconfigdata")
 
 Corpus = dict[str, str]
 
@@ -37,14 +38,14 @@ def read_corpus(root: Path) -> tuple[Corpus, int]:
         root: the standard library's folder.
 
     Returns:
-        Text by relative name, in sorted order, and how many files were left out because they are not UTF-8. Installed packages and the
-        files that describe this one build of the interpreter (they hold local paths) are no part of the library.
+        Text by relative name, in sorted order, and how many files were left out because they are not UTF-8.
+        Installed packages and the files that describe this one build of the interpreter (they hold local
+        paths) are no part of the library.
     """
     corpus: Corpus = {}
     skipped = 0
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
-        top = name.split("/")[0]
-        if "site-packages" in name or "dist-packages" in name or top.startswith(("config-", "_sysconfigdata")):
+        if name.startswith(NOT_LIBRARY):
             continue
         try:
             corpus[name] = (root / name).read_bytes().decode("utf-8")
@@ -91,7 +92,8 @@ def encode(tokenizer: Tokenizer, corpus: Corpus) -> np.ndarray:
 def choose_prompts(tokenizer: Tokenizer, held_out: Corpus) -> list[dict[str, object]]:
     """Prompts of mixed length from held-out files, at most a few from one file, none with an address in it.
 
-    A prompt starts at a line and decodes to text that encodes to the same tokens, so that text and ids say the same.
+    A prompt starts at a line and decodes to text that encodes to the same tokens, so that text and ids say
+    the same.
     """
     prompts: list[dict[str, object]] = []
     lengths = itertools.cycle(PROMPT_LENGTHS)
@@ -153,6 +155,7 @@ def prepare(root: Path, out: Path) -> dict[str, object]:
 
 
 def main() -> None:
+    """Reads the command line and prepares the corpus."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(".work/pico"))
     parser.add_argument("--library", type=Path, default=Path(sysconfig.get_path("stdlib")))

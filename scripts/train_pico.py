@@ -1,16 +1,16 @@
 """Trains pico-gqa, the shipped Qwen3-architecture specimen, on what ``pico_corpus.py`` prepared.
 
-    PYTHONPATH=. python scripts/train_pico.py [--data .work/pico] [--out data/models/pico-gqa] [--minutes 5 | --steps N]
+    PYTHONPATH=. python scripts/train_pico.py [--minutes 5 | --steps N] [--out data/models/pico-gqa]
 
-Trains ``cglab.models.Decoder`` itself. The folder at ``--out`` is a complete model from the first evaluation on and is replaced at every
-evaluation that has a lower held-out loss, so an interrupted run loses nothing. ``--minutes`` fixes the number of steps once, from the
-measured speed; the card records it, and ``--steps`` with that number repeats the run.
+Trains ``cglab.models.Decoder`` itself. The folder at ``--out`` is a complete model from the first evaluation
+on and is replaced at every evaluation that has a lower held-out loss, so an interrupted run loses nothing.
+``--minutes`` fixes the number of steps once, from the measured speed; the card records it, and ``--steps``
+with that number repeats the run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ SHAPE = ModelConfig(
     qk_norm=True,
     eos_token_ids=(0,),
 )
-CALIBRATION = slice(20, 60)  # the steps whose speed fixes the number of steps
+CALIBRATION = (20, 60)  # the speed between these steps fixes how many there will be
 WARM_UP = 200
 
 
@@ -57,7 +57,9 @@ def causal_attention(window: int):
             return tensor.unflatten(0, (-1, window)).repeat_interleave(repeats, dim=2).transpose(1, 2)
 
         query, key, value = heads_first(query, 1), heads_first(key, groups), heads_first(value, groups)
-        attended = F.scaled_dot_product_attention(query, key.to(query.dtype), value.to(query.dtype), is_causal=True)
+        attended = F.scaled_dot_product_attention(
+            query, key.to(query.dtype), value.to(query.dtype), is_causal=True
+        )
         return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
     return attend
@@ -73,7 +75,7 @@ def window_loss(model: Decoder, windows: Tensor) -> Tensor:
 
 
 def initialise(model: Decoder, seed: int) -> None:
-    """Normal weights of deviation 0.02, projections into the residual stream scaled down by depth, norms at one."""
+    """Normal weights of deviation 0.02, less by depth where they add to the residual stream; norms at one."""
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -86,7 +88,7 @@ def initialise(model: Decoder, seed: int) -> None:
 
 
 def tie_head_norms(model: Decoder) -> None:
-    """Gives all query heads, and all key heads, the summed gradient of their norm, as the checkpoint holds one for each."""
+    """Gives all query heads, and all key heads, one gradient: a checkpoint holds one norm for each kind."""
     heads = (model.config.num_heads, model.config.num_kv_heads)
 
     def summed(gradient: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ def tie_head_norms(model: Decoder) -> None:
 
 
 def batches(tokens: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
-    """Endless batches [batch, CONTEXT + 1]: every epoch cuts the text at another offset and shuffles the windows."""
+    """Endless batches [batch, CONTEXT + 1]: every epoch cuts the text elsewhere and shuffles the windows."""
     generator = torch.Generator("cpu").manual_seed(seed)
     offsets = torch.arange(CONTEXT + 1, device=tokens.device)
     while True:
@@ -107,6 +109,11 @@ def batches(tokens: Tensor, batch: int, seed: int) -> Iterator[Tensor]:
         for chosen in starts.split(batch):
             if len(chosen) == batch:
                 yield tokens[chosen.to(tokens.device).unsqueeze(1) + offsets].long()
+
+
+def load_tokens(path: Path, device: torch.device) -> Tensor:
+    """Token ids [n] int32 of a whole part of the corpus."""
+    return torch.from_numpy(np.load(path).astype(np.int32)).to(device)
 
 
 @torch.no_grad()
@@ -132,12 +139,20 @@ def continue_greedily(model: Decoder, ids: list[int], count: int) -> list[int]:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up, then a cosine down to a fiftieth of the peak."""
-    warm_up = min(WARM_UP, steps // 10)
-    if step < warm_up:
-        return peak * (step + 1) / warm_up
+    """Rate at a step, from 1: linear warm-up, then a cosine down to a fiftieth of the peak."""
+    warm_up = min(WARM_UP, max(1, steps // 10))
+    if step <= warm_up:
+        return peak * step / warm_up
     progress = (step - warm_up) / (steps - warm_up)
-    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def optimiser_of(model: Decoder, peak: float) -> torch.optim.Optimizer:
+    """AdamW with weight decay on the matrices only."""
+    matrices = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=model.norm.weight.is_cuda)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -145,31 +160,17 @@ def train(options: argparse.Namespace) -> None:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
-    train_tokens, held_out = (
-        torch.from_numpy(np.load(options.data / f"{name}.npy").astype(np.int32)).to(device) for name in ("train", "held_out")
-    )
-    held_out = held_out[: options.held_out_tokens]
+    tokens, held_out = (load_tokens(options.data / f"{name}.npy", device) for name in ("train", "held_out"))
     model = Decoder(SHAPE, device=device, dtype=torch.float32)
     initialise(model, options.seed)
     tie_head_norms(model)
-    matrices = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
-    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-    optimiser = torch.optim.AdamW(groups, lr=options.peak, betas=(0.9, 0.95), fused=device.type == "cuda")
+    optimiser = optimiser_of(model, options.peak)
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
     loss_of = torch.compile(window_loss) if options.compile else window_loss
 
-    steps, best, began, tokens_per_step = options.steps, math.inf, time.perf_counter(), options.batch * CONTEXT
-    progress: dict[str, object] = {"seed": options.seed, "batch_tokens": tokens_per_step, "peak_learning_rate": options.peak}
-    calibration = began
-    for step, windows in enumerate(batches(train_tokens, options.batch, options.seed)):
-        if options.minutes and step in (CALIBRATION.start, CALIBRATION.stop):
-            float(model.norm.weight.sum())  # waits for the device
-            if step == CALIBRATION.stop:
-                pace = (time.perf_counter() - calibration) / (CALIBRATION.stop - CALIBRATION.start)
-                steps = min(options.steps, step + int(options.minutes * 60 / pace))
-                print(f"{tokens_per_step / pace:,.0f} tokens/s: {steps} steps", flush=True)
-            calibration = time.perf_counter()
+    steps, step_tokens, best = options.steps, options.batch * CONTEXT, math.inf
+    began = calibrated = time.perf_counter()
+    for step, windows in enumerate(batches(tokens, options.batch, options.seed), start=1):
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(step, steps, options.peak)
         with autocast:
@@ -178,29 +179,41 @@ def train(options: argparse.Namespace) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        last = step + 1 >= steps
-        if last or (step + 1) % options.evaluate_every == 0:
-            evaluated = held_out_loss(model, held_out, autocast)
-            elapsed = time.perf_counter() - began
-            speed = (step + 1) * tokens_per_step / elapsed
-            line = f"step {step + 1}/{steps} loss {float(loss.detach()):.4f} held-out {evaluated:.4f} {speed:,.0f} tokens/s {elapsed:.0f} s"
-            print(line, flush=True)
-            if evaluated < best:
-                best = evaluated
-                epochs = round((step + 1) * tokens_per_step / len(train_tokens), 2)
-                progress |= {"steps": step + 1, "planned_steps": steps, "epochs": epochs, "held_out_loss": evaluated}
-                progress |= {"train_loss": float(loss.detach()), "seconds": round(elapsed, 1), "device": device_name(device)}
-                write_model(model, options.data, options.out, progress, partial(continue_greedily, model))
-        if last:
+        if options.minutes and step in CALIBRATION:
+            float(model.norm.weight.sum())  # waits for the device
+            pace = (time.perf_counter() - calibrated) / (CALIBRATION[1] - CALIBRATION[0])
+            calibrated = time.perf_counter()
+            if step == CALIBRATION[1]:
+                steps = min(options.steps, step + int(options.minutes * 60 / pace))
+                print(f"{step_tokens / pace:,.0f} tokens/s: {steps} steps", flush=True)
+        if step < steps and step % options.evaluate_every:
+            continue
+        train_loss = float(loss.detach())
+        evaluated = held_out_loss(model, held_out[: options.held_out_tokens], autocast)
+        seconds = time.perf_counter() - began
+        speed = f"{step * step_tokens / seconds:,.0f} tokens/s {seconds:.0f} s"
+        print(f"step {step}/{steps} loss {train_loss:.4f} held-out {evaluated:.4f} {speed}", flush=True)
+        if evaluated < best:
+            best = evaluated
+            facts = {
+                "seed": options.seed,
+                "batch_tokens": step_tokens,
+                "peak_learning_rate": options.peak,
+                "steps": step,
+                "planned_steps": steps,
+                "epochs": round(step * step_tokens / len(tokens), 2),
+                "train_loss": train_loss,
+                "held_out_loss": evaluated,
+                "seconds": round(seconds, 1),
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            }
+            write_model(model, options.data, options.out, facts, partial(continue_greedily, model))
+        if step >= steps:
             return
 
 
-def device_name(device: torch.device) -> str:
-    """What the model was trained on, in words."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
 def main() -> None:
+    """Reads the command line and trains."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path(".work/pico"))
     parser.add_argument("--out", type=Path, default=Path("data/models/pico-gqa"))
@@ -209,7 +222,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16_000, help="upper limit of the steps")
     parser.add_argument("--batch", type=int, default=32, help=f"windows of {CONTEXT} tokens a step")
     parser.add_argument("--peak", type=float, default=3e-3, help="highest learning rate")
-    parser.add_argument("--evaluate-every", type=int, default=500, help="steps between evaluations")
+    parser.add_argument("--evaluate-every", type=int, default=1000, help="steps between evaluations")
     parser.add_argument("--held-out-tokens", type=int, default=None, help="evaluate on so many only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)

@@ -1,1 +1,1 @@
-"""Models: what a step computes. Decoder, paged KV tensors, attention, loading and tokenizers; nothing of requests or graphs."""
+"""What a step computes: decoder, paged KV tensors, attention, loading, tokenizers. Knows no requests."""

@@ -1,9 +1,10 @@
 """Attention over the paged cache, as ``attend`` callables of one step.
 
-What only depends on the step (slots and mask) is computed once, when the callable is made, and so is recorded with the step.
-The body, which stores this step's keys and values and attends, is an eager break: a breakable capture leaves it out, a full one may
-record it inline. Its output is allocated before it and written in place (P50). The form is portable: gather by
-slot, then ``scaled_dot_product_attention`` with the query heads of a group folded into the query axis.
+What only depends on the step (slots and mask) is computed once, when the callable is made, and so is recorded
+with the step. The body, which stores this step's keys and values and attends, is an eager break: a breakable
+capture leaves it out, a full one may record it inline. Its output is allocated before it and written in place
+(P50). The form is portable: gather by slot, then ``scaled_dot_product_attention`` with the query heads of a
+group folded into the query axis.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class LiveRows:
     """How many requests of a padded decode step are real; changed in place from step to step.
 
     Attributes:
-        rows: live requests, always the first ones; None computes all rows, which is what a full recording holds.
+        rows: live requests, always the first ones; None computes all rows, which is what a full recording
+            holds.
     """
 
     rows: int | None = None
@@ -58,7 +60,7 @@ class LiveSpans:
 
 
 class DecodeAttention:
-    """Attention of a step in which every request has the same number of new tokens: decode, or verify of drafted tokens.
+    """Attention of a step with equally many new tokens of each request: decode, or verify of drafted tokens.
 
     Query i of a request sees its first ``seq_len - width + i + 1`` tokens, itself included.
     """
@@ -79,7 +81,8 @@ class DecodeAttention:
             kv: the cache.
             out_slots: [requests * width] int64, where this step's keys and values go; 0 for padding.
             request_rows: [requests] int64, rows of the page table; 0 for padding.
-            seq_lens: [requests] int64, tokens of each request including this step's; at least ``width``, for padding too.
+            seq_lens: [requests] int64, tokens of each request including this step's; at least ``width``, for
+                padding too.
             width: new tokens of each request.
             live: which requests are real, read at every call of the break; None computes all of them.
 
@@ -89,8 +92,8 @@ class DecodeAttention:
         requests = request_rows.shape[0]
         if seq_lens.shape[0] != requests or out_slots.shape[0] != requests * width:
             raise InputError(
-                f"{requests} request rows, {seq_lens.shape[0]} lengths and {out_slots.shape[0]} slots do not make a step of "
-                f"width {width}: give one length and {width} slots for each row"
+                f"{requests} request rows, {seq_lens.shape[0]} lengths and {out_slots.shape[0]} slots do not "
+                f"make a step of width {width}: give one length and {width} slots for each row"
             )
         self.kv, self.out_slots, self.width, self.live = kv, out_slots, width, live or LiveRows()
         self.slots = kv.context_slots(request_rows, seq_lens)
@@ -103,7 +106,7 @@ class DecodeAttention:
         self.mask = mask if width == 1 else mask.unsqueeze(2).expand(-1, -1, kv.group, -1, -1).flatten(2, 3)
 
     def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See ``decoder.Attend``."""
+        """Attends in one layer; see ``decoder.Attend``."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         tensors = (query, key, value, out, self.out_slots, self.slots, self.mask)
         _decode(self.kv, layer_index, self.width, *tensors, self.live)
@@ -124,14 +127,14 @@ def _decode(
     mask: Tensor,
     live: LiveRows,
 ) -> None:
-    """Stores keys and values and attends; padded rows of ``out`` become zero (P53), and nothing runs for none (P54)."""
+    """Stores keys and values and attends; zeroes the padded rows of ``out`` (P53, P54)."""
     if live.rows is not None:
         tokens = live.rows * width
         out[tokens:].zero_()
         if live.rows == 0:
             return
-        query, key, value, out, out_slots = (tensor[:tokens] for tensor in (query, key, value, out, out_slots))
-        slots, mask = slots[: live.rows], mask[: live.rows]
+        query, key, value, out = query[:tokens], key[:tokens], value[:tokens], out[:tokens]
+        out_slots, slots, mask = out_slots[:tokens], slots[: live.rows], mask[: live.rows]
     kv.write(layer_index, out_slots, key, value)
     keys, values = kv.read(layer_index, slots)
     split = (len(slots), width, key.shape[1], kv.group, key.shape[2])
@@ -142,10 +145,10 @@ def _decode(
 
 
 class PrefillAttention:
-    """Attention of a step in which each request brings its own number of tokens, after what it has cached already."""
+    """Attention of a step in which each request brings its own number of tokens, cached ones before them."""
 
     def __init__(self, kv: PagedKV, *, out_slots: Tensor, live: LiveSpans) -> None:
-        """Takes the step's tensors; nothing is computed ahead, as the lengths are read on the host in the break.
+        """Takes the step's tensors; nothing is computed ahead, as the break reads the lengths on the host.
 
         Args:
             kv: the cache.
@@ -155,7 +158,7 @@ class PrefillAttention:
         self.kv, self.out_slots, self.live = kv, out_slots, live
 
     def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See ``decoder.Attend``."""
+        """Attends in one layer; see ``decoder.Attend``."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         _prefill(self.kv, layer_index, query, key, value, out, self.out_slots, self.live)
         return out
@@ -172,7 +175,7 @@ def _prefill(
     out_slots: Tensor,
     live: LiveSpans,
 ) -> None:
-    """Stores keys and values and attends request by request; padded rows of ``out`` become zero (P53, P54)."""
+    """Stores keys and values, attends request by request; padded rows of ``out`` become zero (P53, P54)."""
     tokens = sum(span.length for span in live.spans)
     out[tokens:].zero_()
     if tokens == 0:

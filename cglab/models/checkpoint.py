@@ -1,7 +1,7 @@
-"""Reads safetensors checkpoints of Hugging Face folders into a decoder: checked whole first, then copied tensor by tensor.
+"""Reads the safetensors of a Hugging Face folder into a decoder: checked whole, then copied one by one.
 
-Nothing is ever unpickled. All names, shapes and dtypes are compared with the headers before any weight memory is allocated, so
-that a wrong folder costs nothing; the copy then holds one tensor on the host at a time.
+Nothing is ever unpickled. All names, shapes and dtypes are compared with the headers before any weight memory
+is allocated, so that a wrong folder costs nothing; the copy then holds one tensor on the host at a time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ def shard_files(folder: Path) -> list[Path]:
         One file, or the shards that the index names, sorted.
 
     Raises:
-        ModelError: if there are none, if only pickles are there, or if the index names a file that is missing or outside of the folder.
+        ModelError: if there are none, if only pickles are there, or if the index names a file that is missing
+            or outside of the folder.
     """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = folder / INDEX
     if not index.is_file():
-        found = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern))
+        found = sorted(
+            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern)
+        )
         fact = f"only {_some(found)}, which is not read (a pickle can run code)" if found else "no weights"
         raise ModelError(
             f"{folder} has {fact}; expected: {SINGLE}, or {INDEX} with its shards; "
@@ -53,10 +56,15 @@ def shard_files(folder: Path) -> list[Path]:
     # By name, not by resolved path: the files of a download cache are links to elsewhere, and rightly so.
     outside = [name for name in names if name in (".", "..") or Path(name).name != name or "\\" in name]
     if outside:
-        raise ModelError(f"{index} names {_some(outside)}, outside of its folder; only plain file names are read; do not use it")
+        raise ModelError(
+            f"{index} names {_some(outside)}, outside of its folder; only plain file names are read; "
+            "do not use this folder"
+        )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ModelError(f"{folder} lacks {len(missing)} of {len(names)} shards: {_some(missing)}; fetch them again")
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {len(names)} shards: {_some(missing)}; fetch them again"
+        )
     return [folder / name for name in names]
 
 
@@ -68,14 +76,17 @@ def check_shards(shards: Iterable[Path], config: ModelConfig) -> None:
         config: the shape.
 
     Raises:
-        ModelError: if a file is truncated, or a tensor is missing, unknown, there twice, or of the wrong shape or dtype.
+        ModelError: if a file is truncated, or a tensor is missing, unknown, there twice, or of the wrong
+            shape or dtype.
     """
     expected = {name: piece.shape for name, piece in checkpoint_layout(config).items()}
     found: dict[str, Path] = {}
     for shard in shards:
         for name, (shape, dtype) in _header(shard).items():
             if name in found:
-                raise ModelError(f"{name} is in {found[name].name} and in {shard.name}; fetch the checkpoint again")
+                raise ModelError(
+                    f"{name} is in {found[name].name} and in {shard.name}; fetch the checkpoint again"
+                )
             found[name] = shard
             if name in expected and shape != expected[name]:
                 raise ModelError(
@@ -84,7 +95,8 @@ def check_shards(shards: Iterable[Path], config: ModelConfig) -> None:
                 )
             if name in expected and dtype not in DTYPES:
                 raise ModelError(
-                    f"{shard}: {name} is stored as {dtype}; supported: {', '.join(DTYPES)}; open the unquantised model"
+                    f"{shard}: {name} is stored as {dtype}; supported: {', '.join(DTYPES)}; "
+                    "open the unquantised model"
                 )
     missing = [name for name in expected if name not in found]
     if missing:
@@ -137,7 +149,7 @@ def _damaged(shard: Path, error: Exception) -> ModelError:
 
 
 def _derived(name: str, config: ModelConfig) -> bool:
-    """Whether a checkpoint may hold a tensor only because it was saved along: a tied head, or rotary frequencies."""
+    """Whether a tensor was saved although it follows from others: a tied head, rotary frequencies."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 

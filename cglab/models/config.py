@@ -20,7 +20,7 @@ class Llama3Scaling:
 
     Attributes:
         factor: by how much the lowest frequencies are divided.
-        low_freq_factor: pairs that turn fewer times than this within the original context are stretched in full.
+        low_freq_factor: pairs that turn less often than this in the original context are stretched in full.
         high_freq_factor: pairs that turn more often than this are left alone.
         original_max_position: the original context, in tokens.
     """
@@ -82,7 +82,9 @@ class ModelConfig:
                 "num_attention_heads must be a multiple of num_key_value_heads; correct config.json"
             )
         if self.head_dim % 2:
-            raise ModelError(f"head_dim {self.head_dim} is odd, rotary embedding needs an even one; correct config.json")
+            raise ModelError(
+                f"head_dim {self.head_dim} is odd, rotary embedding needs an even one; correct config.json"
+            )
 
     @property
     def group(self) -> int:
@@ -100,13 +102,15 @@ class ModelConfig:
             The shape.
 
         Raises:
-            ModelError: if a file is missing or no JSON object, a field is missing or of the wrong type, or the model computes
-                something that the decoder does not.
+            ModelError: if a file is missing or no JSON object, a field is missing or of the wrong type, or
+                the model computes something that the decoder does not.
         """
         folder = Path(folder)
         path = folder / "config.json"
         if not path.is_file():
-            raise ModelError(f"{folder} has no config.json: a Hugging Face model folder is expected; check the path")
+            raise ModelError(
+                f"{folder} has no config.json: a Hugging Face model folder is expected; check the path"
+            )
         generation = folder / "generation_config.json"
         ends = read_json(generation) if generation.is_file() else {}
         return _parse(_Fields(read_json(path), path), _Fields(ends, generation))
@@ -123,7 +127,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}); fetch the file again") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a JSON {type(content).__name__}, an object is expected; fetch the file again")
+        raise ModelError(
+            f"{path} holds a JSON {type(content).__name__}, an object is expected; fetch the file again"
+        )
     return content
 
 
@@ -160,7 +166,7 @@ class _Fields:
         return tuple(ids)
 
     def rotary(self) -> _Fields:
-        """Base and scaling of the rotary embedding, which transformers 5 keeps in one object and earlier ones do not."""
+        """Base and scaling of the rotary embedding, in the form of transformers 5 or of earlier ones."""
         merged = {"rope_theta": self.content.get("rope_theta")}
         for name in ("rope_scaling", "rope_parameters"):
             section = self._given(name, {})
@@ -173,7 +179,9 @@ class _Fields:
         """Refuses what the decoder does not compute."""
         if value not in good:
             choices = ", ".join(map(str, good))
-            raise ModelError(f"{self.path}: {name} is {value}; supported: {choices}; open a model that has one of these")
+            raise ModelError(
+                f"{self.path}: {name} is {value}; supported: {choices}; open a model that has one of these"
+            )
 
     def _given(self, name: str, default: Any) -> Any:
         value = self.content.get(name)
@@ -191,8 +199,8 @@ def _parse(fields: _Fields, generation: _Fields) -> ModelConfig:
     if "quantization_config" in content:
         method = (content["quantization_config"] or {}).get("quant_method", "unknown")
         raise ModelError(
-            f"{fields.path}: the checkpoint is quantised ({method}); supported: float32, float16 and bfloat16 weights; "
-            "open the unquantised model"
+            f"{fields.path}: the checkpoint is quantised ({method}); supported: float32, float16, bfloat16 "
+            "weights; open the unquantised model"
         )
     fields.require("hidden_act", content.get("hidden_act", "silu"), ["silu"])
     fields.require("use_sliding_window", fields.flag("use_sliding_window"), [False])

@@ -1,9 +1,10 @@
 """The decoder of the Qwen3 and Llama family, on one flattened token axis.
 
-What is computed is that of the Hugging Face checkpoints; how is chosen for capture: every step is tensor in, tensor out, with
-no host read, no shape that depends on data and no tensor made from Python values, so that a recording of any kind holds it.
-Only ``attend`` knows where keys and values live. Projections that read the same input are one matrix (query, key and value; gate
-and up), and the rotary turn and the per-head norm run over query and key heads at once: a decode step is mostly launches.
+What is computed is that of the Hugging Face checkpoints; how is chosen for capture: every step is tensor in,
+tensor out, with no host read, no shape that depends on data and no tensor made from Python values, so that a
+recording of any kind holds it. Only ``attend`` knows where keys and values live. Projections that read the
+same input are one matrix (query, key and value; gate and up), and the rotary turn and the per-head norm run
+over query and key heads at once: a decode step is mostly launches.
 """
 
 from __future__ import annotations
@@ -65,13 +66,14 @@ def rotary_table(config: ModelConfig) -> Tensor:
         config: the shape of the decoder.
 
     Returns:
-        [max_position, 2, head_dim] float32 on the CPU: row p holds cos, then sin with the first half negated, for position p.
+        [max_position, 2, head_dim] float32 on the CPU: row p holds cos, then sin with the first half negated,
+        for position p.
     """
     frequency = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     position = torch.arange(config.max_position, dtype=torch.float32, device="cpu")
     angle = torch.outer(position, frequency)
-    sine = angle.sin()
-    return torch.stack((torch.cat((angle.cos(), angle.cos()), dim=-1), torch.cat((-sine, sine), dim=-1)), dim=1)
+    cosine, sine = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)), dim=1)
 
 
 def rotate(heads: Tensor, turn: Tensor) -> Tensor:
@@ -105,6 +107,7 @@ class Attention(nn.Module):
         self.head_norm = nn.Parameter(torch.empty(turned, self.head_dim, **place)) if config.qk_norm else None
 
     def forward(self, hidden: Tensor, turn: Tensor, layer_index: int, attend: Attend) -> Tensor:
+        """Hidden states [T, hidden_size] from normed ones; ``turn`` holds the rows of the rotary table."""
         qkv = self.qkv(hidden).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         turned = qkv[:, : self.heads + self.kv_heads]
         if self.head_norm is not None:
@@ -126,6 +129,7 @@ class FeedForward(nn.Module):
         self.down = skip_init(nn.Linear, inner, hidden, bias=bias, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [T, hidden_size] from normed ones."""
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
@@ -141,6 +145,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config, **place)
 
     def forward(self, hidden: Tensor, turn: Tensor, layer_index: int, attend: Attend) -> Tensor:
+        """The residual stream [T, hidden_size] after this block."""
         hidden = hidden + self.attention(self.attention_norm(hidden), turn, layer_index, attend)
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
 
@@ -172,7 +177,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, **place) for _ in range(config.num_layers))
         self.norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
         tied = config.tie_embeddings
-        self.head = None if tied else skip_init(nn.Linear, config.hidden_size, config.vocab_size, bias=False, **place)
+        size = (config.hidden_size, config.vocab_size)
+        self.head = None if tied else skip_init(nn.Linear, *size, bias=False, **place)
         self.register_buffer("rotary", rotary_table(config).to(**place), persistent=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

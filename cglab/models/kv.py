@@ -1,7 +1,8 @@
 """The paged key-value cache as plain tensors: pages, a page table, and a reserved corner for padding.
 
-Row 0 of the page table, page 0 and so slot 0 belong to no request: padded requests point at row 0 and padded tokens are
-written to slot 0, so that padding can never touch a live request. Which row and page a request gets is the engine's business.
+Row 0 of the page table, page 0 and so slot 0 belong to no request: padded requests point at row 0 and padded
+tokens are written to slot 0, so that padding can never touch a live request. Which row and page a request
+gets is the engine's business.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class PagedKV:
     Attributes:
         keys: [layers, slots, kv_heads, head_dim]; a slot is one token, slot ``page * page_size + offset``.
         values: likewise.
-        page_table: [rows, max_pages] int64, the pages of each request row in the order of its positions; 0 where unused.
-        context_positions: [max_pages * page_size] int64, 0, 1, 2, ...: positions of a request, kept here because a step that is
-            recorded makes no tensors of its own.
+        page_table: [rows, max_pages] int64, pages of each request row in the order of its positions.
+        context_positions: [max_pages * page_size] int64, 0, 1, 2, ...: positions of a request, kept here
+            because a step that is recorded makes no tensors of its own.
         page_size: tokens of a page.
         group: query heads that read the same key and value head.
     """
@@ -56,9 +57,13 @@ class PagedKV:
             InputError: if nothing is left beside the reserved row and page, or a size is not positive.
         """
         if pages < 2 or rows < 2:
-            raise InputError(f"{pages} pages and {rows} rows leave none beside the reserved ones; give at least 2 of each")
+            raise InputError(
+                f"{pages} pages and {rows} rows leave none beside the reserved ones; give at least 2 of each"
+            )
         if page_size < 1 or max_context < 1:
-            raise InputError(f"page_size {page_size} and max_context {max_context} must be at least 1; give larger ones")
+            raise InputError(
+                f"page_size {page_size} and max_context {max_context} must be at least 1; give larger ones"
+            )
         self.page_size, self.group = page_size, config.group
         max_pages = math.ceil(max_context / page_size)
         shape = (config.num_layers, pages * page_size, config.num_kv_heads, config.head_dim)
@@ -97,8 +102,8 @@ class PagedKV:
     def context_slots(self, request_rows: Tensor, seq_lens: Tensor) -> Tensor:
         """Where each position of each request lives.
 
-        Positions from the length on repeat the last one: whatever a free page or the rest of a page holds is then not even
-        read, as a mask alone would still multiply it by zero, and zero times NaN is NaN.
+        Positions from the length on repeat the last one: whatever a free page or the rest of a page holds is
+        then not even read, as a mask alone would still multiply it by zero, and zero times NaN is NaN.
 
         Args:
             request_rows: [requests] int64, rows of the page table.

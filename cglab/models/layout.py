@@ -17,7 +17,7 @@ class Piece:
         parameter: name in ``Decoder.named_parameters()``.
         start: first row of the parameter that it fills.
         rows: how many rows it fills.
-        shape: shape of the tensor in the checkpoint; one dimension less than the rows when each row is a copy of it.
+        shape: shape in the checkpoint; without the first axis where every row is a copy of the tensor.
     """
 
     parameter: str
@@ -44,7 +44,8 @@ def checkpoint_layout(config: ModelConfig) -> dict[str, Piece]:
         config: the shape.
 
     Returns:
-        Tensor names of the ``Qwen3ForCausalLM`` / ``LlamaForCausalLM`` format, each with its piece. The pieces cover all parameters exactly.
+        Tensor names of the ``Qwen3ForCausalLM`` / ``LlamaForCausalLM`` format, each with its piece. The
+        pieces cover all parameters exactly.
     """
     layout: dict[str, Piece] = {}
 
@@ -63,7 +64,10 @@ def checkpoint_layout(config: ModelConfig) -> dict[str, Piece]:
         place(f"{ours}.feed_forward_norm.weight", (f"{theirs}.post_attention_layernorm.weight", (hidden,)))
         projections = {"q_proj": query, "k_proj": key, "v_proj": key}
         fused = {f"{theirs}.self_attn.{name}": rows for name, rows in projections.items()}
-        place(f"{ours}.attention.qkv.weight", *((f"{name}.weight", (rows, hidden)) for name, rows in fused.items()))
+        place(
+            f"{ours}.attention.qkv.weight",
+            *((f"{name}.weight", (rows, hidden)) for name, rows in fused.items()),
+        )
         place(f"{ours}.attention.output.weight", (f"{theirs}.self_attn.o_proj.weight", (hidden, query)))
         if config.attention_bias:
             place(f"{ours}.attention.qkv.bias", *((f"{name}.bias", (rows,)) for name, rows in fused.items()))
@@ -71,9 +75,14 @@ def checkpoint_layout(config: ModelConfig) -> dict[str, Piece]:
         if config.qk_norm:
             norm = f"{ours}.attention.head_norm"
             layout[f"{theirs}.self_attn.q_norm.weight"] = Piece(norm, 0, config.num_heads, (head_dim,))
-            layout[f"{theirs}.self_attn.k_norm.weight"] = Piece(norm, config.num_heads, config.num_kv_heads, (head_dim,))
+            layout[f"{theirs}.self_attn.k_norm.weight"] = Piece(
+                norm, config.num_heads, config.num_kv_heads, (head_dim,)
+            )
         gate, up = f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj"
-        place(f"{ours}.feed_forward.gate_up.weight", *((f"{name}.weight", (inner, hidden)) for name in (gate, up)))
+        place(
+            f"{ours}.feed_forward.gate_up.weight",
+            *((f"{name}.weight", (inner, hidden)) for name in (gate, up)),
+        )
         place(f"{ours}.feed_forward.down.weight", (f"{theirs}.mlp.down_proj.weight", (hidden, inner)))
         if config.mlp_bias:
             place(f"{ours}.feed_forward.gate_up.bias", *((f"{name}.bias", (inner,)) for name in (gate, up)))

@@ -37,7 +37,8 @@ def load_model(
     """Opens a model.
 
     Args:
-        name_or_folder: a preset (random weights, byte-level tokenizer), a shipped model, a Hugging Face folder, or a hub id.
+        name_or_folder: a preset (random weights, byte-level tokenizer), a shipped model, a Hugging Face
+            folder, or a hub id.
         device: where the weights go; they are created there, never moved.
         dtype: dtype of the weights and of the computation.
         seed: of random weights; the same seed gives the same weights on the same kind of device.
@@ -46,7 +47,8 @@ def load_model(
         The model with its shape, tokenizer and the origin of its weights.
 
     Raises:
-        ModelError: if there is no such model, or it is damaged, incomplete or of an unsupported kind. No memory stays allocated.
+        ModelError: if there is no such model, or it is damaged, incomplete or of an unsupported kind. No
+            memory stays allocated.
     """
     if config := PRESETS.get(str(name_or_folder)):
         model = random_model(config, device=device, dtype=dtype, seed=seed)
@@ -71,11 +73,13 @@ def load_model(
 
 
 @torch.no_grad()
-def random_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Decoder:
+def random_model(
+    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> Decoder:
     """Makes a decoder with random weights, in place on its device.
 
-    Every matrix has the deviation that keeps the size of what it multiplies; those that add to the residual stream
-    are scaled down by its depth, so that activations stay near one at any depth.
+    Every matrix has the deviation that keeps the size of what it multiplies; those that add to the residual
+    stream are scaled down by its depth, so that activations stay near one at any depth.
 
     Args:
         config: the shape.

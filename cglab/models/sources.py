@@ -1,4 +1,4 @@
-"""Turns what a user calls a model into a folder: a shipped model, a local folder, or a download from the hub."""
+"""Finds the folder of what a user calls a model: a shipped one, a local folder, or a hub download."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def data_folder() -> Path:
-    """The project's data folder: ``CGLAB_DATA``, or ``data`` beside the package, as in a checkout or an editable install."""
+    """The project's data: ``CGLAB_DATA``, or ``data`` beside the package, as in a checkout."""
     chosen = os.environ.get("CGLAB_DATA")
     return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "data"
 
 
 def shipped_models() -> dict[str, Path]:
     """The models that come with the project, by name."""
-    return {path.parent.name: path.parent for path in sorted((data_folder() / "models").glob("*/config.json"))}
+    folders = sorted(path.parent for path in (data_folder() / "models").glob("*/config.json"))
+    return {folder.name: folder for folder in folders}
 
 
 def find_folder(name: str | Path) -> Path:
@@ -44,10 +45,10 @@ def find_folder(name: str | Path) -> Path:
         return folder
     if isinstance(name, str) and HUB_NAME.fullmatch(text):
         return _download(text)
-    models = ", ".join(shipped) or f"none found in {data_folder()} (CGLAB_DATA says where the project's data is)"
+    models = ", ".join(shipped) or f"none in {data_folder()}; CGLAB_DATA says where the data is"
     raise ModelError(
-        f"no model {text!r}: it is no shipped model ({models}), no preset with random weights ({', '.join(PRESETS)}), "
-        "no local folder and no hub id (owner/name); give one of these"
+        f"no model {text!r}: it is no shipped model ({models}), no preset with random weights "
+        f"({', '.join(PRESETS)}), no local folder and no hub id (owner/name); give one of these"
     )
 
 
@@ -57,13 +58,15 @@ def _download(name: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ModelError(
-            f"{name!r} is no local folder, and hub ids need the huggingface_hub package; install it or give a folder"
+            f"{name!r} is no local folder, and a hub id needs the huggingface_hub package; "
+            "install it or give a folder"
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
-    except Exception as error:  # of the hub, its HTTP client or the system: all mean that there is no such folder here
+        folder = snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"])
+    except Exception as error:  # of the hub, its HTTP client or the system: there is no such folder here
         fact = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"{name!r} is no local folder and could not be fetched from the hub ({type(error).__name__}: {fact}); "
+            f"{name!r} is no local folder and could not be fetched from the hub ({fact}); "
             "check the name and the network, or give the folder of a model that is here"
         ) from error
+    return Path(folder)

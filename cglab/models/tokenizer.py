@@ -41,14 +41,14 @@ class Tokenizer:
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises plain Exception
-            raise ModelError(f"{path} cannot be read as a tokenizer ({error}); fetch the file again") from error
+            raise ModelError(f"{path} is no readable tokenizer ({error}); fetch the file again") from error
 
     @classmethod
     def byte_level(cls, vocab_size: int) -> Tokenizer:
         """A stand-in for models with random weights, which have no tokenizer of their own.
 
-        Every byte of the text is a token, 0 to 255 in the order of the bytes as the byte-level alphabet sorts them; ids above, which such
-        a model predicts all the time, decode to ``<id>``.
+        Every byte of a text is one of the tokens 0 to 255; ids above, which such a model predicts all the
+        time, decode to ``<id>``.
 
         Args:
             vocab_size: the model's vocabulary; at least 256.
@@ -57,7 +57,9 @@ class Tokenizer:
             ModelError: if the vocabulary is too small for the bytes.
         """
         if vocab_size < 256:
-            raise ModelError(f"a vocabulary of {vocab_size} cannot hold the 256 bytes; use a model with at least 256 tokens")
+            raise ModelError(
+                f"a vocabulary of {vocab_size} cannot hold 256 bytes; use a model with a larger one"
+            )
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocabulary = [*alphabet, *(f"<{token}>" for token in range(len(alphabet), vocab_size))]
         inner = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, []))
