@@ -97,6 +97,7 @@ def not_run(reason: str, *, recorded: str | None = None) -> None:
 
     Args:
         reason: what is missing, such as ``no CUDA device``.
-        recorded: where and when the result that is shown instead was recorded, such as ``an H200 on 2026-11-29``.
+        recorded: where and when the result that is shown instead was recorded, such as
+            ``an H200 on 2026-11-29``.
     """
     print(f"not run: {reason}" + (f"; recorded on {recorded}:" if recorded else ""))

@@ -2,8 +2,8 @@
 
     python scripts/lock.py
 
-The file is a pip constraints file (``pip install -c constraints.txt -e '.[dev]'``): the very versions that CI runs,
-for the CPU path. The ``sglang`` extra is left out on purpose: it brings a torch of its own.
+The file is a pip constraints file (``pip install -c constraints.txt -e '.[dev]'``): the very versions that CI
+runs, for the CPU path. The ``sglang`` extra is left out on purpose: it brings a torch of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
         return 1
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     header = [
-        f"# All of the development environment on Python {python}, CPU. Written by scripts/lock.py; do not edit.",
+        f"# The development environment on Python {python}, CPU. Written by scripts/lock.py; do not edit.",
         "# Use: pip install -c constraints.txt -e '.[dev]'",
     ]
     pins = [f"{name}=={version}" for name, version in sorted(versions.items())]

@@ -4,9 +4,10 @@
     python scripts/refresh_notebooks.py FILE...      only these
     python scripts/refresh_notebooks.py --check      execute nothing; exit 1 and name what is wrong
 
-Normal form keeps what a reader needs (outputs, execution counts, cell ids) and drops what differs from run to run
-or machine to machine: times, widget state and views, the interpreter's version and kernel name. nbval compares a
-checked cell only if it was stored with an execution count, in silence otherwise; that is why ``--check`` exists.
+Normal form keeps what a reader needs (outputs, execution counts, cell ids) and drops what differs from run to
+run or machine to machine: times, widget state and views, the interpreter's version and kernel name. nbval
+compares a checked cell only if it was stored with an execution count, and passes it in silence otherwise; that is
+why ``--check`` exists.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LONGEST_CELL = 12  # lines; what is longer belongs into the library
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 PLOTLY = "application/vnd.plotly.v1+json"
 _CHECK_COMMENT = re.compile(r"^\s*#\s*NBVAL_CHECK_OUTPUT\b", re.MULTILINE)
-_DROPPED_KEYS = ["metadata.widgets", "metadata.language_info.version", "cell.metadata.execution"]
+_DROPPED_KEYS = ["metadata.widgets", "cell.metadata.execution"]
 
 
 def normal_form(notebook: NotebookNode) -> NotebookNode:
@@ -44,6 +45,7 @@ def normal_form(notebook: NotebookNode) -> NotebookNode:
     normal: NotebookNode = strip_output(
         deepcopy(notebook), keep_output=True, keep_count=True, keep_id=True, extra_keys=_DROPPED_KEYS
     )
+    normal.metadata.language_info = {"name": "python"}
     normal.metadata.kernelspec = {"display_name": "Python 3", "language": "python", "name": "python3"}
     for cell in _code_cells(normal):
         cell.outputs = [output for output in cell.outputs if WIDGET_VIEW not in output.get("data", {})]

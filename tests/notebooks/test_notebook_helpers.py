@@ -50,7 +50,7 @@ def test_fact_prints_a_fact_and_refuses_a_measurement(capsys):
     notebook.fact("graphs captured", 4)
     notebook.fact("outputs equal", value=True)
     assert capsys.readouterr().out == "graphs captured: 4\noutputs equal: True\n"
-    with pytest.raises(InputError, match="step time is the measurement 0.5"):
+    with pytest.raises(InputError, match=r"step time is the measurement 0\.5"):
         notebook.fact("step time", 0.5)
 
 

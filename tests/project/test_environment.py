@@ -1,7 +1,7 @@
 """environment.yml adds nothing of its own: conda provides Python, pyproject.toml the rest.
 
-Parsed and compared only. Solving it needs conda and its channels, which this does not run; the pip line is what
-`make` installs, with the `dev` extra in place of `sglang`.
+Parsed and compared only. Solving it needs conda and its channels, which this does not run; the pip line is
+what `make` installs, with the `dev` extra in place of `sglang`.
 """
 
 import re

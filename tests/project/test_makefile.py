@@ -1,4 +1,4 @@
-"""`make` is the first thing a newcomer runs: it finds a Python, says when there is none, and keeps Jupyter local."""
+"""`make` comes first for a newcomer: it finds a Python, says when there is none, and keeps Jupyter local."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The tracked tree names no machine, no package index and nobody's way of working, and keeps the house rules."""
+"""The tracked tree names no machine, no package index and nobody's way of working, and keeps house rules."""
 
 import ast
 import re
@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 # Put together from halves, so that this file does not name them itself.
-HOSTS = ["pypi" + ".org", "python" + "hosted.org", "pytorch" + ".org/whl", "npm" + "js.org", "deb.deb" + "ian.org"]
+HOSTS = [
+    "pypi" + ".org",
+    "python" + "hosted.org",
+    "pytorch" + ".org/whl",
+    "npm" + "js.org",
+    "deb.deb" + "ian.org",
+]
 HOSTS += ["conda.ana" + "conda.org", "repo.ana" + "conda.com"]
 WORDS = ["cla" + "ude", "co-authored" + "-by", "this ses" + "sion", "anth" + "ropic"]
 FORBIDDEN = re.compile("|".join(map(re.escape, HOSTS + WORDS)), re.IGNORECASE)
@@ -61,7 +67,9 @@ def test_modules_are_short_and_open_with_what_they_are_for(root):
 
 def test_library_code_never_asserts(root):
     for path in tracked(root, "cglab/*.py"):
-        asserted = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+        asserted = [
+            node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)
+        ]
         assert asserted == [], path
 
 
