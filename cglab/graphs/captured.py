@@ -1,0 +1,419 @@
+"""A step with its recordings: the five verbs, and the loop that captures every bucket.
+
+``can_run`` decides, ``pad`` picks the bucket, ``load`` fills the static buffers, ``replay`` runs, ``trim`` cuts the
+result to the live rows. Everything that knows about buckets, padding and keys is here, once; runners add what a
+phase of the model needs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from cglab.errors import (
+    AddressError, CaptureError, CaptureMemoryError, ClosedError, PoolBusyError, SlotError,
+)  # fmt: skip
+from cglab.graphs.address import AddressContract
+from cglab.graphs.backends import BACKENDS, Backend, CaptureCost, check_backend
+from cglab.graphs.breaks import capturing
+from cglab.graphs.buckets import smallest_bucket, within_ceiling
+from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.graphs.keys import ShapeKey
+from cglab.graphs.outputs import LiveView, Stored, rows_per_size
+from cglab.graphs.recorder import Pool, Recorder, recorder_for
+from cglab.graphs.selfcheck import Vary, self_check, vary_rows
+from cglab.graphs.slots import Padding, SharedBuffers, Slot, StaticBuffers
+
+log = logging.getLogger("cglab.graphs")
+_alive: weakref.WeakSet[Captured] = weakref.WeakSet()
+MANY_SHAPES = 8
+
+
+class CaptureFailedWarning(UserWarning):
+    """A capture failed, and the step runs eager from now on."""
+
+
+class ManyShapesWarning(UserWarning):
+    """Many different sizes ran eager: the buckets do not fit the workload (B57)."""
+
+
+@dataclass
+class Options:
+    """How a step is captured; every field has the lab's default.
+
+    Attributes:
+        backend: full, breakable or eager.
+        padding: pad up to a bucket; without it only exact sizes replay.
+        waste_ceiling: refuse a bucket above this multiple of the live rows (P7); None admits all.
+        inline_breaks: record breaks as they stand in a full capture.
+        warmups: fixed number of warm-ups for every shape; None for the policy.
+        self_check: end a capture with the self-check; None means on the tape only.
+        vary: how the self-check changes inputs.
+        clone: hand out copies instead of views.
+        debug: hand out views that refuse to be read once they are stale (B20).
+        strict: raise when a capture fails, instead of running eager with the reason.
+    """
+
+    backend: str = "full"
+    padding: bool = True
+    waste_ceiling: float | None = None
+    inline_breaks: bool = False
+    warmups: int | None = None
+    self_check: bool | None = None
+    vary: Vary = vary_rows
+    clone: bool = False
+    debug: bool = False
+    strict: bool = False
+    after_warmup: Callable[[], None] | None = None
+
+
+@dataclass
+class Captured:
+    """One step, captured at several sizes.
+
+    Args:
+        name: for reports.
+        function: the step; called with the slots' tensors by name.
+        slots: resolved slots.
+        buckets: sizes to capture.
+        device: where the step runs.
+        options: how it is captured.
+        recorder, pool, shared: given by a runner that shares them with others; otherwise its own.
+        contract: addresses that must not move.
+        variant: part of every key (P2).
+    """
+
+    name: str
+    function: Callable[..., Any]
+    slots: Mapping[str, Slot]
+    buckets: Sequence[int]
+    device: torch.device
+    options: Options = field(default_factory=Options)
+    recorder: Recorder | None = None
+    pool: Pool | None = None
+    shared: SharedBuffers | None = None
+    contract: AddressContract = field(default_factory=AddressContract)
+    variant: str | None = None
+
+    def __post_init__(self) -> None:
+        check_backend(self.options.backend)
+        self.buckets = sorted(self.buckets)
+        self._recorder = self.recorder or recorder_for(self.device)
+        self._own_pool = self.pool is None
+        self._pool = self.pool or self._recorder.new_pool()
+        self.buffers = StaticBuffers(self.slots, self.buckets[-1], self.device, self.shared)
+        self._present: frozenset[str] | None = None
+        self._backend: Backend | None = None
+        if self.options.backend in BACKENDS:
+            self._backend = BACKENDS[self.options.backend](
+                self._recorder, self._pool, inline_breaks=self.options.inline_breaks, warmups=self.options.warmups
+            )
+        self.counts = Coverage()
+        self.ledger: list[CaptureCost] = []
+        self.failures: dict[ShapeKey, str] = {}
+        self._tried = False
+        self._rows: list[int | None] | None = None
+        self._generation = 0
+        self._eager_sizes: set[int] = set()
+        self._closed = False
+        _alive.add(self)
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def key(self, size: int) -> ShapeKey:
+        """The key of a bucket; the only place where one is made."""
+        return ShapeKey(size, self.variant)
+
+    def capture(self, prepare: Callable[[dict[str, Tensor]], None] | None = None, *, absent: Sequence[str] = ()) -> None:
+        """Records every bucket, largest first. Smaller buckets survive when a larger one fails.
+
+        Args:
+            prepare: writes valid example inputs into a bucket's views; by default they hold the pad values.
+            absent: optional slots that are None.
+
+        Raises:
+            CaptureError: if nothing could be recorded for a reason other than memory, or ``strict`` is set.
+        """
+        self._require_open()
+        self._tried = True
+        if self._backend is None:
+            return
+        self._present = frozenset(self.slots) - frozenset(absent)
+        self.buffers.reset()
+        with self._backend.capture_session():
+            for size in reversed(self.buckets):
+                error = self._capture_bucket(size, prepare)
+                if error is None:
+                    continue
+                self.failures[self.key(size)] = str(error)
+                if self.options.strict:
+                    raise error
+                warnings.warn(CaptureFailedWarning(f"{self.name}, bucket {size}: {error}"), stacklevel=3)
+                if not isinstance(error, CaptureMemoryError):
+                    for rest in self.buckets:  # the same function fails at every size
+                        self.failures.setdefault(self.key(rest), str(error))
+                    break
+        self._rows = self._trim_rule()
+
+    def _capture_bucket(self, size: int, prepare: Callable[[dict[str, Tensor]], None] | None) -> CaptureError | None:
+        backend, key = self._backend, self.key(size)
+        assert backend is not None and self._present is not None  # noqa: S101, PT018 - set by capture
+        views = self.buffers.view(size, self._present)
+        if prepare is not None:
+            prepare(views)
+        step = self._step(views)
+        try:
+            cost = backend.capture_one(key, step, keep_alive=tuple(views.values()), after_warmup=self.options.after_warmup)
+            check = self.options.self_check
+            if check or (check is None and self._recorder.name == "tape"):
+                try:
+                    self_check(key, views, step, lambda: self._raw_replay(key), self.options.vary)
+                except CaptureError:
+                    backend.drop(key)
+                    raise
+        except CaptureError as error:
+            return error
+        self.failures.pop(key, None)
+        self.ledger = [c for c in self.ledger if c.key != key] + [cost]
+        return None
+
+    def _step(self, views: dict[str, Tensor]) -> Callable[[], Any]:
+        missing = dict.fromkeys(self.slots.keys() - (self._present or frozenset()))
+        return lambda: self.function(**views, **missing)
+
+    def _raw_replay(self, key: ShapeKey) -> Any:
+        assert self._backend is not None  # noqa: S101 - only called with a recording
+        for step in self._backend.artifact(key).steps:
+            step.replay()
+        return self._backend.artifact(key).output.tree()
+
+    def _trim_rule(self) -> list[int | None] | None:
+        assert self._backend is not None  # noqa: S101 - only called by capture
+        keys = self._backend.keys
+        if not keys:
+            return None
+        shapes = {key: _shapes(self._backend.artifact(key).output) for key in keys}
+        if len(keys) == 1 and keys[0].size > 1:  # one size cannot tell rows from a coincidence: look at another
+            size = keys[0].size - 1
+            views = self.buffers.view(size, self._present)
+            output = self._recorder.shape_of(self._step(views))
+            leaves = tree_flatten(output)[0]
+            shapes[self.key(size)] = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        if len(shapes) == 1:
+            return [None] * len(next(iter(shapes.values())))  # a single bucket of one row is never padded
+        return rows_per_size(shapes)
+
+    def live_size(self, values: Mapping[str, Tensor | None]) -> int:
+        """The live size that all values agree on.
+
+        Raises:
+            SlotError: for unknown, missing or disagreeing inputs.
+        """
+        unknown = values.keys() - self.slots.keys()
+        if unknown:
+            raise SlotError(
+                f"{sorted(unknown)[0]!r} is a new input, not a slot of {self.name}: its address would be baked in; "
+                f"the slots are {sorted(self.slots)}"
+            )
+        sizes: dict[str, int] = {}
+        for name, slot in self.slots.items():
+            value = values.get(name)
+            if value is None:
+                if not slot.optional and slot.pad is not Padding.KEEP:
+                    raise SlotError(f"slot {name!r} of {self.name} was given no tensor; only optional slots may be None")
+                continue
+            rows = slot.rows_of(value)
+            if rows == -1:
+                raise SlotError(f"slot {name!r} has {tuple(value.shape)}: axis {slot.axis} is no multiple of its width {slot.width}")
+            if rows is not None:
+                sizes[name] = rows
+        if len(set(sizes.values())) > 1:
+            raise SlotError(f"the inputs of {self.name} disagree on the batch size: {sizes}")
+        return next(iter(sizes.values()), self.buckets[-1])
+
+    def pad(self, live: int) -> int | Miss:
+        """The bucket for ``live`` rows, or why there is none."""
+        if live == 0:
+            return Miss(Reason.EMPTY_BATCH)
+        if not self.options.padding:
+            return live if live in self.buckets else Miss(Reason.SIZE_NOT_CAPTURED, f"size {live}, captured {list(self.buckets)}")
+        bucket = smallest_bucket(live, self.buckets)
+        if bucket is None:
+            return Miss(Reason.ABOVE_LARGEST, f"size {live}, largest bucket {self.buckets[-1]}")
+        if not within_ceiling(live, bucket, self.options.waste_ceiling):
+            return Miss(Reason.WASTE_CEILING, f"size {live} in bucket {bucket}, ceiling {self.options.waste_ceiling}x")
+        return bucket
+
+    def can_run(self, values: Mapping[str, Tensor | None], live: int) -> ShapeKey | Miss:
+        """The key that serves these inputs, or the reason for running eager.
+
+        Raises:
+            SlotError: for an input of the wrong dtype or number of axes.
+        """
+        if self._backend is None:
+            return Miss(Reason.BACKEND_EAGER)
+        bucket = self.pad(live)
+        if isinstance(bucket, Miss):
+            return bucket
+        if self._present is not None:
+            present = frozenset(name for name, value in values.items() if value is not None)
+            odd = {name for name in present ^ self._present if self.slots[name].pad is not Padding.KEEP}
+            if odd:
+                name = sorted(odd)[0]
+                now, then = ("a tensor", "None") if name in present else ("None", "a tensor")
+                return Miss(Reason.INPUT_KIND, f"slot {name!r} is {now}, at capture it was {then}")
+        for name, value in values.items():
+            misfit = None if value is None else self.buffers.misfit(name, value, bucket)
+            if misfit is not None:
+                return Miss(Reason.SHAPE, misfit)
+        key = self.key(bucket)
+        if not self._backend.can_run(key):
+            return Miss(Reason.CAPTURE_FAILED, self.failures.get(key, f"bucket {bucket} was not captured").splitlines()[0])
+        return key
+
+    def load(self, values: Mapping[str, Tensor | None], live: int, size: int) -> None:
+        """Copies the live rows in and resets the padded tail of every slot."""
+        self.buffers.load({name: value for name, value in values.items() if value is not None}, live, size)
+
+    def replay(self, key: ShapeKey) -> Stored:
+        """Runs the recording over what the static buffers hold.
+
+        Raises:
+            AddressError: if memory that it reads has moved.
+            PoolBusyError: inside another capture or replay of the same pool.
+        """
+        self._require_open()
+        if capturing():
+            raise PoolBusyError(f"{self.name} would be replayed inside a capture; call the plain function there")
+        assert self._backend is not None  # noqa: S101 - can_run gave the key
+        self.contract.check()
+        self._generation += 1
+        output: Stored = self._backend.replay(key)
+        return output
+
+    def trim(self, output: Stored, live: int, size: int) -> Any:
+        """The output with padded rows cut off (B32)."""
+        if live == size or self._rows is None:
+            leaves = list(output.leaves)
+        else:
+            leaves = [
+                leaf if rows is None else leaf[: live * rows]
+                for leaf, rows in zip(output.leaves, self._rows, strict=True)
+            ]
+        tree = tree_unflatten(leaves, output.structure)
+        if self.options.clone:
+            return tree_map_only(Tensor, Tensor.clone, tree)
+        if self.options.debug:
+            generation = self._generation
+            return tree_map_only(Tensor, lambda t: LiveView.wrap(t, lambda: generation == self._generation), tree)
+        return tree
+
+    def __call__(self, **values: Tensor | None) -> Any:
+        """One step: replayed where a recording fits, eager with a counted reason where none does."""
+        self._require_open()
+        live = self.live_size(values)
+        if not self._tried:
+            self.capture(absent=[name for name in self.slots if values.get(name) is None and self.slots[name].optional])
+        decision = self.can_run(values, live)
+        if isinstance(decision, Miss):
+            return self.run_eager(decision, values, live)
+        self.load(values, live, decision.size)
+        output = self.replay(decision)
+        self.counts.hit(str(decision), decision.size, live)
+        return self.trim(output, live, decision.size)
+
+    def run_eager(self, miss: Miss, values: Mapping[str, Tensor | None], live: int) -> Any:
+        """The plain function on the live inputs; the reason is counted."""
+        self.counts.miss(miss)
+        if miss.reason in (Reason.ABOVE_LARGEST, Reason.WASTE_CEILING, Reason.SIZE_NOT_CAPTURED):
+            self._eager_sizes.add(live)
+            if len(self._eager_sizes) == MANY_SHAPES:
+                warnings.warn(
+                    ManyShapesWarning(
+                        f"{self.name}: {MANY_SHAPES} different sizes ran eager ({sorted(self._eager_sizes)}); "
+                        f"the buckets are {list(self.buckets)}: add sizes that fit, or switch padding on"
+                    ),
+                    stacklevel=3,
+                )
+        missing = {name: None for name in self.slots if name not in values}
+        kept = {n: self.buffers.view(live, [n])[n] for n in missing if self.slots[n].pad is Padding.KEEP}
+        with torch.no_grad():
+            return self.function(**values, **{**missing, **kept})
+
+    def run_padded_eager(self, values: Mapping[str, Tensor | None], live: int, size: int) -> Any:
+        """Oracle 1: the same function, eager, over the same padded static buffers; untrimmed views trimmed alike."""
+        self.load(values, live, size)
+        with torch.no_grad():
+            leaves, structure = tree_flatten(self._step(self.buffers.view(size, self._present))())
+        return self.trim(Stored(tuple(leaves), structure), live, size)
+
+    def coverage(self) -> Coverage:
+        """Steps captured and eager, with reasons."""
+        return self.counts
+
+    def memory(self) -> list[dict[str, Any]]:
+        """One row per captured bucket: milliseconds and bytes."""
+        return [
+            {
+                "bucket": str(c.key), "warmup_ms": c.warmup_seconds * 1e3, "capture_ms": c.capture_seconds * 1e3,
+                "pool_bytes": c.pool_bytes, "device_bytes": c.device_bytes, "nodes": c.nodes, "breaks": c.breaks,
+                "warmups": c.warmups,
+            }
+            for c in self.ledger
+        ]  # fmt: skip
+
+    def inspect(self, size: int) -> list[str]:
+        """What was recorded for a bucket, in order."""
+        assert self._backend is not None  # noqa: S101 - nothing to inspect otherwise
+        return [line for step in self._backend.artifact(self.key(size)).steps for line in step.operations()]
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """Sizes with a recording, ascending."""
+        return sorted({key.size for key in self._backend.keys}) if self._backend else []
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name} was closed; capture it again")
+
+    def close(self) -> None:
+        """Gives back recordings, buffers and, if it is its own, the pool."""
+        if self._closed:
+            return
+        self._closed = True
+        _alive.discard(self)
+        if self._backend is not None:
+            self._backend.close()
+        self.buffers = StaticBuffers({}, 1, self.device)
+        self.contract.clear()
+        if self._own_pool:
+            self._pool.close()
+
+    def __enter__(self) -> Captured:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _shapes(output: Stored) -> list[tuple[int, ...] | None]:
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in output.leaves]
+
+
+@atexit.register
+def _close_all() -> None:
+    for captured in list(_alive):  # graphs go before the device and before process groups (N12)
+        captured.close()
+
+
+__all__ = ["AddressError", "CaptureFailedWarning", "Captured", "ManyShapesWarning", "Options"]

@@ -1,0 +1,133 @@
+"""Which steps ran captured, which ran eager, and why: counted, never lost.
+
+A step that runs eager always carries a ``Miss``: a reason from a closed list and the facts of this step. Zero
+is shown as zero (B69).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Reason(Enum):
+    """Why a step ran eager."""
+
+    BACKEND_EAGER = "the eager backend was asked for"
+    ABOVE_LARGEST = "the batch is above the largest bucket"
+    SIZE_NOT_CAPTURED = "padding is off and this exact size was not captured"
+    WASTE_CEILING = "the next bucket would exceed the waste ceiling"
+    EMPTY_BATCH = "the batch has no rows"
+    SHAPE = "an input does not fit the static shape"
+    INPUT_KIND = "an optional input is absent, or present, unlike at capture"
+    CONSTANT = "a baked Python value differs from capture"
+    WIDTH = "the step's width differs from the captured width"
+    CAPTURE_FAILED = "the capture of this bucket failed"
+    KILL_SWITCH = "an environment variable switched this capture off"
+    NOT_ELIGIBLE = "the runner's own rule sent this step eager"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """One reason for an eager step, with its facts.
+
+    Attributes:
+        reason: member of ``Reason``.
+        facts: what was found, for people: "batch 65, largest bucket 64".
+    """
+
+    reason: Reason
+    facts: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason.name.lower()}: {self.reason.value}" + (f" ({self.facts})" if self.facts else "")
+
+
+@dataclass
+class Coverage:
+    """Counts of captured and eager steps.
+
+    Attributes:
+        hits: replays by key.
+        live_rows: live rows by key; against ``hits[key] * size`` it gives the padding.
+        misses: eager steps by reason name.
+        last_facts: the facts of the latest step for each reason.
+        notes: things worth knowing that are no reason for an eager step, with counts.
+    """
+
+    hits: Counter[str] = field(default_factory=Counter)
+    live_rows: Counter[str] = field(default_factory=Counter)
+    sizes: dict[str, int] = field(default_factory=dict)
+    misses: Counter[str] = field(default_factory=Counter)
+    last_facts: dict[str, str] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def hit(self, key: str, size: int, live: int) -> None:
+        """Counts one replay of ``key`` with ``live`` of its ``size`` rows in use."""
+        self.hits[key] += 1
+        self.live_rows[key] += live
+        self.sizes[key] = size
+
+    def miss(self, miss: Miss) -> None:
+        """Counts one eager step."""
+        self.misses[miss.reason.name] += 1
+        self.last_facts[miss.reason.name] = miss.facts
+
+    @property
+    def captured(self) -> int:
+        """Steps that were replayed."""
+        return sum(self.hits.values())
+
+    @property
+    def eager(self) -> int:
+        """Steps that ran eager."""
+        return sum(self.misses.values())
+
+    @property
+    def steps(self) -> int:
+        """All steps."""
+        return self.captured + self.eager
+
+    @property
+    def share(self) -> float | None:
+        """Share of the steps that were replayed, 0 to 1; None before the first step."""
+        return self.captured / self.steps if self.steps else None
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Eager steps by reason, most frequent first."""
+        return dict(self.misses.most_common())
+
+    @property
+    def padding(self) -> dict[str, float]:
+        """Padded rows over all rows replayed, by key, 0 to 1."""
+        return {key: 1.0 - self.live_rows[key] / (count * self.sizes[key]) for key, count in self.hits.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a record or a table."""
+        return {
+            "steps": self.steps,
+            "captured": self.captured,
+            "eager": self.eager,
+            "share": self.share,
+            "hits": dict(self.hits),
+            "padding": self.padding,
+            "reasons": self.reasons,
+            "facts": dict(self.last_facts),
+            "notes": dict(self.notes),
+        }
+
+    def clear(self) -> None:
+        """Forgets all counts."""
+        for counts in (self.hits, self.live_rows, self.misses, self.notes):
+            counts.clear()
+        self.sizes.clear()
+        self.last_facts.clear()
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "0 steps"
+        why = ", ".join(f"{name.lower()} {count}" for name, count in self.reasons.items())
+        return f"{self.captured} of {self.steps} steps captured" + (f"; eager: {why}" if why else "")

@@ -1,0 +1,48 @@
+"""Finds the user's own line in a stack: the deepest frame that is neither torch's nor the recorder's."""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+from cglab.errors import Place
+
+_RECORDER = str(Path(__file__).resolve().parent)
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_STANDARD = sysconfig.get_path("stdlib")
+
+
+def _is_users(filename: str) -> bool:
+    inside = filename.startswith((_RECORDER, _TORCH, "<frozen", "<string>", "<__array_function__"))
+    return not inside and not (filename.startswith(_STANDARD) and "site-packages" not in filename)
+
+
+def _place(filename: str, line: int, function: str) -> Place:
+    return Place(filename, line, function, linecache.getline(filename, line).strip())
+
+
+def place_of_stack(frame: FrameType | None) -> Place | None:
+    """The innermost line of the user's code at or above ``frame``."""
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return None
+
+
+def _walk(traceback: TracebackType | None) -> Iterator[tuple[str, int, str]]:
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        yield code.co_filename, traceback.tb_lineno, code.co_name
+        traceback = traceback.tb_next
+
+
+def place_of_error(error: BaseException) -> Place | None:
+    """The innermost line of the user's code that ``error`` passed through."""
+    users = [step for step in _walk(error.__traceback__) if _is_users(step[0])]
+    return _place(*users[-1]) if users else None

@@ -1,0 +1,173 @@
+"""The small interface behind which device work is recorded: ``cuda`` on a GPU, ``tape`` on a CPU.
+
+A recorder starts a ``Take``; a take is cut into ``Segment``s; a segment is replayed. Backends are written
+against this and know no device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from cglab.errors import DeviceError, PoolBusyError
+
+Result = TypeVar("Result")
+
+
+class Segment(Protocol):
+    """One recorded stretch of device work."""
+
+    @property
+    def nodes(self) -> int | None:
+        """Operations (tape) or graph nodes (cuda); None where the driver cannot be asked."""
+        ...
+
+    def replay(self) -> None:
+        """Runs the recorded work over the same memory."""
+        ...
+
+    def operations(self) -> list[str]:
+        """What was recorded, in order; empty where the recorder cannot list it."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the segment holds."""
+        ...
+
+
+class Take(Protocol):
+    """A recording that is under way."""
+
+    def cut(self) -> Segment:
+        """Ends the running segment and returns it; work is no longer recorded."""
+        ...
+
+    def resume(self) -> None:
+        """Starts the next segment in the same pool."""
+        ...
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Entered around every replay of a break of this take."""
+        ...
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """The same memory without owning it, for a pool intermediate; ``tensor`` itself for anything else."""
+        ...
+
+
+class Pool(ABC):
+    """Memory that the recordings of one group share: runners that never hold each other's outputs across a replay.
+
+    One user at a time: a replay inside a replay, or with borrowed memory still alive, would overwrite what its
+    caller reads (P59, P60).
+    """
+
+    def __init__(self) -> None:
+        self._user: str | None = None
+        self._borrowed: list[weakref.ref[Tensor]] = []
+
+    @property
+    @abstractmethod
+    def reserved_bytes(self) -> int:
+        """Bytes that the pool holds."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocates in the pool; the block returns to the pool with the tensor."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the memory back once no recording holds it."""
+
+    @contextmanager
+    def in_use(self, user: str) -> Iterator[None]:
+        """Marks the pool as used by one capture or replay.
+
+        Raises:
+            PoolBusyError: if it is in use already, or borrowed memory is alive.
+        """
+        if self._user is not None:
+            raise PoolBusyError(
+                f"{user} would run inside {self._user}, which uses the same graph pool; "
+                "give runners that call each other a pool each (another group)"
+            )
+        self._borrowed = [key for key in self._borrowed if key() is not None]
+        if self._borrowed:
+            raise PoolBusyError(
+                f"{user}: {len(self._borrowed)} tensor(s) borrowed from the graph pool are still alive "
+                "and would be overwritten; drop or clone them first"
+            )
+        self._user = user
+        try:
+            yield
+        finally:
+            self._user = None
+
+    def borrow(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of the pool for eager work between replays; it must be dropped before the next one (P60).
+
+        Raises:
+            PoolBusyError: while a capture or replay runs.
+        """
+        with self.in_use("a borrow"):
+            tensor = self.empty(shape, dtype)
+        self._borrowed.append(weakref.ref(tensor))
+        return tensor
+
+
+class Recorder(Protocol):
+    """Records on one device."""
+
+    name: str
+    device: torch.device
+
+    def new_pool(self) -> Pool:
+        """A pool for one group of runners."""
+        ...
+
+    def warm_up(self, function: Callable[[], Result]) -> Result:
+        """Runs ``function`` once where the capture will run, so that handles and workspaces exist (B01, B02)."""
+        ...
+
+    def take(self, pool: Pool) -> AbstractContextManager[Take]:
+        """Starts recording; on an error everything is undone and a ``CaptureError`` tells where."""
+        ...
+
+    def shape_of(self, function: Callable[[], Result]) -> Result:
+        """What ``function`` returns, for a caller that switched warm-ups off: runs apart from the capture."""
+        ...
+
+    def footprint(self) -> int:
+        """Bytes of the device that are in use outside of the allocator: handles, modules, workspaces."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        ...
+
+
+def recorder_for(device: torch.device | str, name: str = "auto") -> Recorder:
+    """The recorder of a device: ``tape`` on a CPU, ``cuda`` on a GPU.
+
+    Raises:
+        DeviceError: if the named recorder cannot serve the device.
+    """
+    device = torch.device(device)
+    chosen = ("cuda" if device.type == "cuda" else "tape") if name == "auto" else name
+    if chosen == "tape" and device.type == "cpu":
+        from cglab.graphs.tape import TapeRecorder
+
+        return TapeRecorder()
+    if chosen == "cuda" and device.type == "cuda":
+        from cglab.graphs.cuda import CudaRecorder
+
+        return CudaRecorder(device)
+    raise DeviceError(
+        f"recorder {name!r} cannot record on {device}: use 'tape' on a cpu, 'cuda' on a cuda device, or 'auto'"
+    )
