@@ -1,6 +1,6 @@
 """A lab for CUDA graphs in LLM inference: capture a step, replay it, measure it, compare it.
 
-The public names below are loaded on first use, so ``import cglab`` costs milliseconds, loads neither torch nor
+The public names below are loaded on first use: ``import cglab`` takes milliseconds, loads neither torch nor
 the notebook libraries, and touches no device.
 
     captured = cglab.capture(function, slots={"x": cglab.Slot(pad=0.0)}, buckets=(1, 2, 4, 8))
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Padding": "cglab.graphs.slots:Padding",
     "Slot": "cglab.graphs.slots:Slot",
-    "capture": "cglab.graphs.captured:capture",
+    "capture": "cglab.graphs.capture:capture",
     "doctor": "cglab.graphs.doctor:doctor",
     "eager_break": "cglab.graphs.breaks:eager_break",
     "errors": "cglab.errors",
@@ -26,7 +26,7 @@ _HOMES = {
     "open": "cglab.lab:open",
 }
 
-__all__ = [  # noqa: F822 - __getattr__ provides them
+__all__ = [
     "Padding",
     "Slot",
     "__version__",

@@ -45,7 +45,7 @@ def setup() -> Bench:
         DeviceError: CUDA is asked for and there is no device.
     """
     # Plots load plotly, which only a notebook needs.
-    from cglab.ui.plots import register_template  # noqa: PLC0415
+    from cglab.ui.plots import register_template
 
     chosen = settings.read_settings()
     bench = Bench(device=str(settings.device(chosen)), model=chosen.model, data=chosen.data)

@@ -85,7 +85,7 @@ def device(settings: Settings | None = None) -> torch.device:
         ToggleError: as :func:`read_settings`.
     """
     # Here, so that reading settings stays free of torch.
-    import torch  # noqa: PLC0415
+    import torch
 
     requested = (settings or read_settings()).device
     if requested == "cpu":

@@ -6,8 +6,8 @@
 
 Normal form keeps what a reader needs (outputs, execution counts, cell ids) and drops what differs from run to
 run or machine to machine: times, widget state and views, the interpreter's version and kernel name. nbval
-compares a checked cell only if it was stored with an execution count, and passes it in silence otherwise; that is
-why ``--check`` exists.
+compares a checked cell only if it was stored with an execution count, and passes it in silence otherwise; that
+is why ``--check`` exists.
 """
 
 from __future__ import annotations
