@@ -168,5 +168,6 @@ def test_nbval_compares_and_sanitizes_from_any_folder(project, stored, status):
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,
     )
     assert run.returncode == status, run.stdout + run.stderr

@@ -34,7 +34,9 @@ print(import_seconds, *sorted({{module.partition(".")[0] for module in set(sys.m
 def probe(names: list[str], also: str = "") -> tuple[float, set[str]]:
     """Seconds of the import and the top-level modules that it and the use of the names loaded."""
     code = PROBE.format(names=names, also=also)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     seconds, *modules = run.stdout.split()
     return float(seconds), set(modules)
@@ -49,7 +51,7 @@ def test_import_is_fast_and_pure():
 
 def test_import_does_not_even_load_torch():
     code = "import sys, cglab, cglab.settings, cglab.errors; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 
 def test_using_every_public_name_is_pure_too():

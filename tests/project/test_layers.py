@@ -10,7 +10,12 @@ import pytest
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     command = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     return subprocess.run(
-        [sys.executable, "-c", command, "--no-cache"], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-c", command, "--no-cache"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 

@@ -7,7 +7,9 @@ import pytest
 
 
 def make(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["make", *arguments], cwd=root, capture_output=True, text=True, check=False, timeout=120
+    )
 
 
 @pytest.fixture
