@@ -5,9 +5,9 @@
     python scripts/refresh_notebooks.py --check      execute nothing; exit 1 and name what is wrong
 
 Normal form keeps what a reader needs (outputs, execution counts, cell ids) and drops what differs from run to
-run or machine to machine: times, widget state and views, the interpreter's version and kernel name. nbval
-compares a checked cell only if it was stored with an execution count, and passes it in silence otherwise; that
-is why ``--check`` exists.
+run or machine to machine: times, widget state and views, the interpreter's version and kernel name. A checked
+cell that was stored without an execution count is not compared by nbval and passes in silence: that is why
+``--check`` exists.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+from nbformat.reader import NotJSONError
 from nbstripout import strip_output
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
@@ -173,15 +174,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such notebook: {', '.join(missing)}")
     failed = False
     for path in files:
-        if not options.check:
-            try:
+        try:
+            if not options.check:
                 changed = refresh(path, cell_seconds=options.seconds)
-            except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-                print(f"{path.name}: kept as it was, because it failed:\n{error}", file=sys.stderr)
-                failed = True
-                continue
-            print(f"{path.name}: {'stored' if changed else 'unchanged'}")
-        for problem in problems(path):
+                print(f"{path.name}: {'stored' if changed else 'unchanged'}")
+            found = problems(path)
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            found = [f"kept as it was, because it failed:\n{error}"]
+        except NotJSONError as error:
+            found = [f"is not a notebook: {error}"]
+        for problem in found:
             print(f"{path.name}: {problem}", file=sys.stderr)
             failed = True
     return int(failed)

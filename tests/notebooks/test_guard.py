@@ -145,6 +145,14 @@ def test_check_exits_1_and_executes_nothing(tmp_path, capsys):
     assert path.read_bytes() == before
 
 
+def test_a_file_that_is_no_notebook_is_said_and_left(tmp_path, capsys):
+    path = tmp_path / "torn.ipynb"
+    path.write_text('{"cells": [')
+    assert refresh_notebooks.main([str(path)]) == 1
+    assert "torn.ipynb: is not a notebook" in capsys.readouterr().err
+    assert path.read_text() == '{"cells": ['
+
+
 @pytest.fixture
 def project(tmp_path, root):
     """A folder with this project's own pytest settings and one notebook."""
