@@ -30,6 +30,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbformat import NotebookNode
 from nbformat.reader import NotJSONError
 from nbstripout import strip_output
+from traitlets import default
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 CELL_SECONDS = 120
@@ -39,6 +40,14 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 PLOTLY = "application/vnd.plotly.v1+json"
 _CHECK_COMMENT = re.compile(r"^\s*#\s*NBVAL_CHECK_OUTPUT\b", re.MULTILINE)
 _DROPPED_KEYS = ["metadata.widgets", "cell.metadata.execution"]
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Starts kernels of the interpreter that runs this script, whatever kernels a user has registered."""
+
+    @default("kernel_spec_manager")
+    def _without_registered_kernels(self) -> KernelSpecManager:
+        return KernelSpecManager(kernel_dirs=[], parent=self)
 
 
 def normal_form(notebook: NotebookNode) -> NotebookNode:
@@ -61,12 +70,11 @@ def execute(notebook: NotebookNode, folder: Path, *, cell_seconds: int = CELL_SE
         folder: working folder of the kernel.
         cell_seconds: time limit of one cell, in seconds.
     """
-    # Without kernel folders, "python3" can only be the interpreter that runs this script.
-    kernels = KernelSpecManager(kernel_dirs=[])
     executed = deepcopy(notebook)
     client = NotebookClient(
         executed,
-        km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=kernels),
+        kernel_name="python3",
+        kernel_manager_class=ThisInterpreter,
         timeout=cell_seconds,
         record_timing=False,
         coalesce_streams=True,
@@ -142,11 +150,11 @@ def _code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def _parse(text: str) -> NotebookNode:
-    return cast("NotebookNode", nbformat.reads(text, as_version=4))  # type: ignore[no-untyped-call]
+    return cast("NotebookNode", nbformat.reads(text, as_version=4))
 
 
 def _text(notebook: NotebookNode) -> str:
-    return cast("str", nbformat.writes(notebook)) + "\n"  # type: ignore[no-untyped-call]
+    return cast("str", nbformat.writes(notebook)) + "\n"
 
 
 def _replace(path: Path, text: str) -> None:
