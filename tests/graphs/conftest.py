@@ -1,7 +1,22 @@
 """The two recorders behind one fixture: a test that takes ``device`` runs on the tape and, where there is one, on a GPU."""
 
+import gc
+
 import pytest
 import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_heap():
+    """Every capture collects garbage first; what was imported is not worth looking through a thousand times."""
+    import torch.nested
+
+    import cglab.graphs.capture  # noqa: F401 - imported before the freeze
+
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
