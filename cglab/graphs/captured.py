@@ -232,9 +232,7 @@ class Captured:
                 if not slot.optional and slot.pad is not Padding.KEEP:
                     raise SlotError(f"slot {name!r} of {self.name} was given no tensor; only optional slots may be None")
                 continue
-            rows = slot.rows_of(value)
-            if rows == -1:
-                raise SlotError(f"slot {name!r} has {tuple(value.shape)}: axis {slot.axis} is no multiple of its width {slot.width}")
+            rows = slot.rows_of(name, value)
             if rows is not None:
                 sizes[name] = rows
         if len(set(sizes.values())) > 1:
