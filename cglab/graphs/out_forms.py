@@ -8,7 +8,7 @@ tried, so that a capture draws exactly as often as eager does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class OutForm:
         return self.func(*args, **kwargs, **dict(zip(self.names, targets, strict=True)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _candidate(func: Any) -> OutForm | None:
     tags = func.tags
     if torch.Tag.nondeterministic_seeded in tags:

@@ -62,14 +62,18 @@ def self_check(
         journal = WriteJournal()
         with torch.no_grad(), journal.recording():
             torch.manual_seed(key.size)
-            expected = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(eager())[0]]
+            expected = [
+                leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(eager())[0]
+            ]
             written = [(whole, whole.clone()) for whole in journal.storages]
         for name, view in views.items():
             view.copy_(before[name])
         undo = [(whole, whole.clone()) for whole, _ in written]
         torch.manual_seed(key.size)
         got = tree_flatten(replay())[0]
-        wrong = [f"output {i}" for i, (g, e) in enumerate(zip(got, expected, strict=True)) if not _equal(g, e)]
+        wrong = [
+            f"output {i}" for i, (g, e) in enumerate(zip(got, expected, strict=True)) if not _equal(g, e)
+        ]
         stale = sum(not torch.equal(whole, value) for whole, value in written)
         for whole, value in undo:
             whole.copy_(value)

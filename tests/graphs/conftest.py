@@ -9,7 +9,6 @@ import torch
 @pytest.fixture(scope="session", autouse=True)
 def frozen_heap():
     """Every capture collects garbage first; what was imported is not worth looking through a thousand times."""
-    import torch.nested
 
     import cglab.graphs.capture  # noqa: F401 - imported before the freeze
 
