@@ -1,4 +1,4 @@
-"""The scripts that make pico-gqa: what is kept out of training, and that what was trained is what is written."""
+"""The scripts that make pico-gqa: what is kept out of training, and that what was trained is written."""
 
 import json
 import math
