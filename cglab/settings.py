@@ -84,18 +84,30 @@ def device(settings: Settings | None = None) -> torch.device:
         DeviceError: CUDA is asked for and there is no device.
         ToggleError: as :func:`read_settings`.
     """
+    return named_device((settings or read_settings()).device)
+
+
+def named_device(requested: str) -> torch.device:
+    """The device of a name: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
+
+    Raises:
+        DeviceError: there is no such device here.
+    """
     # Here, so that reading settings stays free of torch.
     import torch
 
-    requested = (settings or read_settings()).device
     if requested == "cpu":
         return torch.device("cpu")
-    if torch.cuda.is_available():
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if requested == "auto" and not found:
+        return torch.device("cpu")
+    if requested in ("auto", "cuda") and found:
         return torch.device("cuda", torch.cuda.current_device())
-    if requested == "cuda":
-        message = (
-            f"CGLAB_DEVICE='cuda', but torch {torch.__version__} finds no CUDA device; "
-            "good values here are auto, cpu"
-        )
-        raise DeviceError(message)
-    return torch.device("cpu")
+    if requested in [f"cuda:{index}" for index in range(found)]:
+        return torch.device(requested)
+    good = ["auto", "cpu", *(["cuda"] if found else []), *(f"cuda:{index}" for index in range(found))]
+    message = (
+        f"device {requested!r} is not here: torch {torch.__version__} finds {found} CUDA device(s); "
+        f"good values are {', '.join(good)}"
+    )
+    raise DeviceError(message)

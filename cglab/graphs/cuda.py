@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from cglab.errors import (
-    CaptureError, CaptureMemoryError, HostReadError, NewInputError, UnjoinedStreamError, UnsupportedOperationError,
+    CaptureError, CaptureMemoryError, HostReadError, NewInputError, Place, UnjoinedStreamError, UnsupportedOperationError,
 )  # fmt: skip
 from cglab.graphs import faults
 from cglab.graphs.places import place_of_error
-from cglab.graphs.recorder import Pool, Result
+from cglab.graphs.recorder import Pool, Result, explained
 from cglab.graphs.refusals import HOST_READ_ADVICE, NEW_INPUT_ADVICE
 from cglab.graphs.streams import StreamWatch, install
 
@@ -167,14 +167,24 @@ class CudaTake:
                     undo(index, self.pool.handle)
 
 
+_capture_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one capture stream of a device: libraries keep a workspace for each stream, 32 MB of it for cuBLAS."""
+    if device not in _capture_streams:
+        _capture_streams[device] = torch.cuda.Stream(device)
+    return _capture_streams[device]
+
+
 class CudaRecorder:
-    """Records on one GPU, all captures on one stream of its own."""
+    """Records on one GPU, all captures on that GPU's capture stream."""
 
     name = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = capture_stream(self.device)
         install()
 
     def new_pool(self) -> CudaPool:
@@ -191,14 +201,14 @@ class CudaRecorder:
 
     def warm_up(self, function: Callable[[], Result]) -> Result:
         """Runs the function on the capture stream (B02)."""
-        with self._on_stream():
+        with explained(explain), self._on_stream():
             result = function()
-        self.synchronize()
+            self.synchronize()
         return result
 
     def shape_of(self, function: Callable[[], Result]) -> Result:
         """One run on another stream, so that it warms nothing up for the capture."""
-        with torch.no_grad():
+        with explained(explain), torch.no_grad():
             return function()
 
     @contextmanager
@@ -208,19 +218,16 @@ class CudaRecorder:
         take = CudaTake(pool, watch)
         self.synchronize()
         try:
-            with self._on_stream(), watch.watching(), _fault_mode():
+            with explained(lambda error: explain(error, watch.foreign)), self._on_stream(), watch.watching(), _fault_mode():
                 try:
                     take.resume()
                     yield take
                 except BaseException:
                     take.abandon()
                     raise
-        except BaseException as error:
-            explained = explain(error)
+        except BaseException:
             heal(self.stream)
-            if explained is error:
-                raise
-            raise explained from error
+            raise
 
     def footprint(self) -> int:
         """Driver memory in use that the caching allocator does not account for."""
@@ -257,8 +264,13 @@ def count_nodes(graph: torch.cuda.CUDAGraph) -> int | None:
     return int(count) if int(error) == 0 else None
 
 
-def explain(error: BaseException) -> BaseException:
-    """The ``CaptureError`` for a failed stream capture, told by the user's own line and not by a code."""
+def explain(error: BaseException, foreign: Place | None = None) -> BaseException:
+    """The ``CaptureError`` for a failed stream capture, told by the user's own line and not by a code.
+
+    Args:
+        error: what ended the capture.
+        foreign: where a stream was entered that was not forked from the capture.
+    """
     if isinstance(error, CaptureError) or not isinstance(error, Exception):
         return error
     place = place_of_error(error)
@@ -268,15 +280,20 @@ def explain(error: BaseException) -> BaseException:
     code = place.code if place else ""
     if isinstance(error, torch.OutOfMemoryError):
         return CaptureMemoryError(
-            f"memory ran out while recording: {text}", place=place, advice="capture fewer or smaller buckets, or free memory first"
+            f"memory ran out during the capture: {text}", place=place, advice="capture fewer or smaller buckets, or free memory first"
         )
-    if "unjoined" in lowered or "dependency created on uncaptured" in lowered:
+    if foreign is not None or "unjoined" in lowered or "dependency created on uncaptured" in lowered:
         return UnjoinedStreamError(
-            f"a side stream is tied to the capture without being forked from it and joined to it: {text}", place=place,
+            f"a side stream is used that is not forked from the capture and joined to it: {text}", place=foreign or place,
             advice="fork with side.wait_stream(current) and join with current.wait_stream(side), or use an @cglab.eager_break",
         )
-    if "captur" not in lowered:
-        return CaptureError(f"the function raised while it was recorded: {text}", place=place)
+    if "captur" not in lowered or isinstance(error, faults.PlannedFault):
+        return CaptureError(f"the function raised while it was captured: {text}", place=place)
+    if "generator not in capture mode" in lowered or "outside graph capture" in lowered:
+        return UnsupportedOperationError(
+            f"a random generator takes part that the capture does not know, so every replay would draw alike: {text}",
+            place=place, advice="use the device's default generator, or draw in an @cglab.eager_break",
+        )
     if "pin" in code and "memory" in code:
         return UnsupportedOperationError(
             f"pinning memory queries the device: {text}", place=place, advice="pin staging buffers before the capture"

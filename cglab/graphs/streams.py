@@ -30,8 +30,12 @@ _active = _Active()
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
+    before, _active.watch = _active.watch, None  # this look is no use of the stream
+    try:
+        with torch.cuda.stream(stream):
+            return torch.cuda.is_current_stream_capturing()
+    finally:
+        _active.watch = before
 
 
 def _watched_wait(stream: Any, other: Any) -> None:
@@ -42,8 +46,8 @@ def _watched_wait(stream: Any, other: Any) -> None:
 
 def _watched_enter(context: Any) -> Any:
     watch = _active.watch
-    if watch is not None and not watch.recording and context.stream is not None:
-        watch.note(context.stream)  # a break queues work elsewhere
+    if watch is not None and context.stream is not None:
+        watch.entered(context.stream)
     return _enter(context)
 
 
@@ -60,12 +64,14 @@ class StreamWatch:
         main: the stream that records, or that replays a break.
         recording: whether a segment is being recorded (False inside a break).
         joined: places where a side stream was forked and had to be joined for the user.
+        foreign: where a stream was entered while recording that was not forked from the main one.
     """
 
     def __init__(self, main: torch.cuda.Stream) -> None:
         self.main = main
         self.recording = False
         self.joined: list[Place | None] = []
+        self.foreign: Place | None = None
         self._open: dict[int, tuple[torch.cuda.Stream, Place | None]] = {}
 
     @contextmanager
@@ -89,6 +95,13 @@ class StreamWatch:
             known = self._open.pop(other.cuda_stream, None)
             return known is None and self.recording and bool(self.joined) and not _is_capturing(other)
         return False
+
+    def entered(self, stream: torch.cuda.Stream) -> None:
+        """A break queues work elsewhere; or, while recording, a stream comes in that nobody forked."""
+        if not self.recording:
+            self.note(stream)
+        elif self.foreign is None and stream != self.main and stream.cuda_stream not in self._open:
+            self.foreign = place_of_stack(sys._getframe())
 
     def note(self, stream: torch.cuda.Stream) -> None:
         """Remembers a side stream and the line that used it first."""
