@@ -30,8 +30,10 @@ class OutForm:
 @cache
 def _candidate(func: Any) -> OutForm | None:
     tags = func.tags
-    if torch.Tag.nondeterministic_seeded in tags:
-        return None
+    if torch.Tag.nondeterministic_seeded in tags or any(
+        str(r.type) != "Tensor" for r in func._schema.returns
+    ):
+        return None  # a list of results (_foreach_add) has no out form that names each
     plain = [(a.name, str(a.type)) for a in func._schema.arguments]
     for name in func.overloadpacket.overloads():
         form = getattr(func.overloadpacket, name)

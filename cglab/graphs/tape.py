@@ -117,14 +117,9 @@ class TapeTake(TorchDispatchMode):
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        error = refusal(func, args, kwargs) or _odd_tensor(func, args, kwargs)
+        error = refusal(func, args, kwargs) or _odd_tensor(func, (args, kwargs))
         if error is not None:
-            raise type(error)(
-                error.summary,
-                operation=error.operation,
-                place=place_of_stack(sys._getframe()),
-                advice=error.advice,
-            )
+            raise error.at(place_of_stack(sys._getframe()))
         with _disable_current_modes(), torch.no_grad():
             return self._record(func, args, kwargs)
 
@@ -135,6 +130,9 @@ class TapeTake(TorchDispatchMode):
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         owned = {leaf.untyped_storage()._cdata for leaf in inputs}
         result = func(*args, **kwargs)
+        error = _odd_tensor(func, result)
+        if error is not None:
+            raise error.at(place_of_stack(sys._getframe()))
         leaves, structure = tree_flatten(result)
         fresh = [
             i for i, leaf in enumerate(leaves)
@@ -200,12 +198,7 @@ class TapeRecorder:
         """Runs the function eagerly, refuses host reads that the recording itself cannot see, undoes its writes."""
 
         def refuse(error: CaptureError) -> None:
-            raise type(error)(
-                error.summary,
-                operation=error.operation,
-                place=place_of_stack(sys._getframe()),
-                advice=error.advice,
-            )
+            raise error.at(place_of_stack(sys._getframe()))
 
         with explained(explain), torch.no_grad(), WriteJournal().recording(), HostReadWatch(refuse):
             return function()
@@ -264,8 +257,8 @@ def _leaves_memory_unset(func: Any) -> bool:
                                  "aten::new_empty_strided", "aten::empty_permuted")  # fmt: skip
 
 
-def _odd_tensor(func: Any, args: Any, kwargs: Any) -> CaptureError | None:
-    for leaf in tree_iter((args, kwargs)):
+def _odd_tensor(func: Any, values: Any) -> CaptureError | None:
+    for leaf in tree_iter(values):
         if not isinstance(leaf, Tensor):
             continue
         if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
