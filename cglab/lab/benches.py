@@ -63,7 +63,7 @@ def _bare(runner: DecodeRunner, step: DecodeStep) -> Callable[[], None] | None:
     sizes = [size for size in runner.captured.captured_sizes if size >= step.live]
     if not sizes:
         return None
-    segments = runner.captured.steps_of(min(sizes))
+    segments = runner.captured.recordings.steps_of(min(sizes))
 
     def replay() -> None:
         for segment in segments:
