@@ -80,7 +80,8 @@ class WallClock:
 
 class _EventRegion:
     def __init__(self) -> None:
-        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self.start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.closed = False
 
     @property

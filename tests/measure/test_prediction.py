@@ -12,7 +12,7 @@ def kernel(name, start, duration, correlation, launched):
 
 
 def eager_step(kernels=50, gap=8.0, busy=2.0, names=None, steps=1):
-    """Steps of kernels of ``busy`` us, each launched when the device has run dry, ``gap`` us before it starts."""
+    """Steps of kernels of ``busy`` us, each launched ``gap`` us before it starts, on a dry device."""
     each = busy + gap
     events, calls = [], []
     for i in range(kernels * steps):

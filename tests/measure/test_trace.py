@@ -1,6 +1,7 @@
 """Reading traces: hand-made ones, and one of torch.profiler on the CPU."""
 
 import gzip
+import itertools
 import json
 
 import pytest
@@ -60,7 +61,7 @@ def test_b83_a_graph_launch_with_fifty_kernels_under_its_correlation_id():
     assert trace.reliable
     assert (trace.launches, trace.graph_launches, len(trace.device_events)) == (1, 1, 50)
     assert trace.busy_us() == pytest.approx(100)
-    # Launched at 2 us, first kernel at 12: the device waits for the host until then, and after the last kernel.
+    # Launched at 2 us, first kernel at 12: until then, and after the last one, the device waits.
     idle = trace.idle()
     assert idle.host_wait == pytest.approx(12 + 6)
     assert idle.other == pytest.approx(49)
@@ -85,7 +86,7 @@ def test_b83_missing_kernels_give_no_idle_figure():
 
 
 def test_b83_a_missing_step_does_not_spoil_the_others():
-    events = graph_step(0, 1, name="whole") + [span("broken", 300, 50), host("cudaGraphLaunch", 310, 5, 2)]
+    events = [*graph_step(0, 1, name="whole"), span("broken", 300, 50), host("cudaGraphLaunch", 310, 5, 2)]
     trace = parse_trace(events)
     assert not trace.reliable
     assert trace.window("whole").reliable
@@ -299,9 +300,9 @@ def test_files_that_are_no_trace(tmp_path, content):
 
 
 def test_a_profiler_object_on_the_cpu():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        with torch.profiler.record_function("mine"):
-            torch.ones(8, 8) @ torch.ones(8, 8)
+    on_cpu = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with on_cpu as profiler, torch.profiler.record_function("mine"):
+        torch.ones(8, 8) @ torch.ones(8, 8)
     trace = load_trace(profiler).window("mine")
     assert not trace.reliable
     names = [row["name"] for row in trace.rows()]
@@ -324,7 +325,7 @@ def naive_union_length(intervals):
 def test_union_against_counting(intervals):
     merged = union(intervals)
     assert length(merged) == naive_union_length(intervals)
-    assert all(before[1] < after[0] for before, after in zip(merged, merged[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(merged))
     for point in range(60):
         assert within(point, merged) == any(a <= point <= b for a, b in intervals if b > a)
 
