@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ def staged(stage: Stage | None) -> Iterator[None]:
     if stage is not None and _stage.get() is not None:
         raise CaptureError(
             "a capture was started inside another capture",
-            place=place_of_stack(None),
+            place=place_of_stack(sys._getframe()),
             advice="capture the inner function before, or call it plain: it is then recorded inline",
         )
     token = _stage.set(stage)
@@ -104,6 +104,15 @@ class Inline:
         return body(*args, **kwargs)
 
 
+class Aside:
+    """Breaks are plain calls, eager as at replay: the warm-up of a breakable capture."""
+
+    def reach(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the body outside of the capture's rules."""
+        with staged_aside():
+            return body(*args, **kwargs)
+
+
 class Refuse:
     """Breaks are refused: a ``full`` recording has nowhere to put them."""
 
@@ -130,11 +139,13 @@ class Split:
 
     def reach(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cuts the take around one run of the body and keeps the call for replay."""
-        frozen = tree_map_only(Tensor, self.take.alias, (args, kwargs))
-        self.steps.append(self.take.cut())
+        frozen_args, frozen_kwargs = tree_map_only(Tensor, self.take.alias, (args, kwargs))
+        segment = self.take.cut()
+        self.steps.append(segment)
+        self.take.settle(segment)
         with staged_aside():
             output = body(*args, **kwargs)
-        self.steps.append(BreakCall(body, *frozen, output))
+        self.steps.append(BreakCall(body, frozen_args, frozen_kwargs, output, self.take.guard))
         self.take.resume()
         return output
 
@@ -158,7 +169,15 @@ class BreakCall:
 
     nodes = 0
 
-    def __init__(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __init__(
+        self,
+        body: Body,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        guard: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._guard = guard
         self.name = getattr(body, "__qualname__", repr(body))
         self._body, self._args, self._kwargs = body, args, kwargs
         self._held, self._structure = tree_flatten(output)
@@ -170,7 +189,8 @@ class BreakCall:
             OutputStructureError: if the output's structure or a Python value in it changed, which the recorded
                 segments after it cannot follow (P33, P36).
         """
-        fresh, structure = tree_flatten(self._body(*self._args, **self._kwargs))
+        with self._guard():
+            fresh, structure = tree_flatten(self._body(*self._args, **self._kwargs))
         if structure != self._structure:
             raise OutputStructureError(
                 f"the break {self.name!r} returned {structure} at replay, {self._structure} at capture",
@@ -200,4 +220,3 @@ class BreakCall:
     def close(self) -> None:
         """Drops arguments and outputs."""
         self._args, self._kwargs, self._held = (), {}, []
-

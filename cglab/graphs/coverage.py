@@ -103,7 +103,9 @@ class Coverage:
     @property
     def padding(self) -> dict[str, float]:
         """Padded rows over all rows replayed, by key, 0 to 1."""
-        return {key: 1.0 - self.live_rows[key] / (count * self.sizes[key]) for key, count in self.hits.items()}
+        return {
+            key: 1.0 - self.live_rows[key] / (count * self.sizes[key]) for key, count in self.hits.items()
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a record or a table."""
@@ -118,6 +120,17 @@ class Coverage:
             "facts": dict(self.last_facts),
             "notes": dict(self.notes),
         }
+
+    def copy(self) -> Coverage:
+        """These counts, to subtract later."""
+        return self - Coverage()
+
+    def __sub__(self, earlier: Coverage) -> Coverage:
+        """What was counted since ``earlier``, a copy of this coverage."""
+        return Coverage(
+            self.hits - earlier.hits, self.live_rows - earlier.live_rows, dict(self.sizes),
+            self.misses - earlier.misses, dict(self.last_facts), self.notes - earlier.notes,
+        )  # fmt: skip
 
     def clear(self) -> None:
         """Forgets all counts."""

@@ -48,8 +48,16 @@ class Take(Protocol):
         """Ends the running segment and returns it; work is no longer recorded."""
         ...
 
+    def settle(self, segment: Segment) -> None:
+        """Makes the results of a segment real before a break reads them: a stream capture only records."""
+        ...
+
     def resume(self) -> None:
         """Starts the next segment in the same pool."""
+        ...
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Entered around every replay of a break of this take."""
         ...
 
     def alias(self, tensor: Tensor) -> Tensor:
@@ -135,9 +143,29 @@ class Recorder(Protocol):
         """Starts recording; on an error everything is undone and a ``CaptureError`` tells where."""
         ...
 
+    def shape_of(self, function: Callable[[], Result]) -> Result:
+        """What ``function`` returns, for a caller that switched warm-ups off: runs apart from the capture."""
+        ...
+
+    def footprint(self) -> int:
+        """Bytes of the device that are in use outside of the allocator: handles, modules, workspaces."""
+        ...
+
     def synchronize(self) -> None:
         """Waits for the device."""
         ...
+
+
+@contextmanager
+def explained(explain: Callable[[BaseException], BaseException]) -> Iterator[None]:
+    """Replaces an error of a warm-up or recording by what ``explain`` makes of it."""
+    try:
+        yield
+    except BaseException as error:
+        told = explain(error)
+        if told is error:
+            raise
+        raise told from error
 
 
 def recorder_for(device: torch.device | str, name: str = "auto") -> Recorder:

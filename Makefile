@@ -1,0 +1,55 @@
+# One environment in .venv, one command per intent. `make help` lists them.
+
+PYTHON ?= python3.11 python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+START = notebooks/00_start_here.ipynb
+
+# $(call LIMIT,SECONDS) before a command ends it after that time, where coreutils' timeout exists.
+LIMIT = $(if $(shell command -v timeout),timeout --foreground --kill-after=30 $(1))
+
+.PHONY: help demo lab test notebooks refresh check soak
+.DELETE_ON_ERROR:
+
+help: ## list these commands
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## run the main job: executed notebook, report, results.jsonl
+	$(call LIMIT,600) $(BIN)/python -m cglab demo $(if $(OUT),--out $(OUT))
+
+lab: $(STAMP) ## open JupyterLab on the start notebook (this machine only, with a token)
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(START) --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
+	  --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
+
+test: check ## lint, types, layers, unit tests and notebooks
+	$(call LIMIT,3000) $(BIN)/python -m pytest --timeout=300
+
+notebooks: $(STAMP) ## run the notebooks and compare what they promise
+	$(call LIMIT,1200) $(BIN)/python -m pytest --timeout=300 notebooks tests/notebooks
+
+refresh: $(STAMP) ## execute the notebooks and store them in normal form
+	$(call LIMIT,1200) $(BIN)/python scripts/refresh_notebooks.py $(FILES)
+
+check: $(STAMP) ## lint, format, types, layers
+	$(call LIMIT,120) $(BIN)/ruff check
+	$(call LIMIT,120) $(BIN)/ruff format --check
+	$(call LIMIT,600) $(BIN)/mypy
+	$(call LIMIT,120) $(BIN)/lint-imports
+
+soak: $(STAMP) ## the exhaustive and long tests
+	$(call LIMIT,14400) $(BIN)/python -m pytest --timeout=7200 -m soak
+
+# Installed again only when what it is made of changed. A half-made environment has no pip and is made anew.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/pip || { \
+	  for python in $(PYTHON); do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	      exec $$python -m venv --clear $(VENV); \
+	    fi; \
+	  done; \
+	  echo "cglab needs Python 3.11 or newer and found none as: $(PYTHON). Try: make PYTHON=/path/to/python3.11" >&2; \
+	  exit 1; \
+	}
+	$(call LIMIT,1800) $(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Requests to batches to runners: who gets which row and page, what runs next, when a request ends."""

@@ -1,0 +1,186 @@
+"""The address contract: what a recording reads by address is held, and any move is refused by name.
+
+Holding a tensor is not enough. ``parameter.data = x`` and ``module.weight = Parameter(x)`` leave the recording
+reading the old memory without any error (B35, B36). So addresses are asked again, through the owner, before a
+replay; a change in place stays valid, a move fails closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cglab.errors import AddressError
+
+Getter = Callable[[], Tensor | None]
+
+
+class AddressContract:
+    """Named tensors with the addresses that a recording knows.
+
+    Args:
+        watched: modules, tensors, or functions that return the current tensor, by name.
+    """
+
+    def __init__(self, watched: Mapping[str, nn.Module | Tensor | Getter] | None = None) -> None:
+        self._names: list[str] = []
+        self._tables: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._held: list[Tensor] = []
+        self._expected: list[int] = []
+        for name, item in (watched or {}).items():
+            self.watch(name, item)
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def watch(self, name: str, item: nn.Module | Tensor | Getter) -> None:
+        """Adds a tensor, a getter, or every parameter and buffer of a module."""
+        if isinstance(item, nn.Module):
+            for prefix, module in item.named_modules(prefix=name):
+                for table in (module._parameters, module._buffers):
+                    for key, tensor in table.items():
+                        if tensor is not None:
+                            self._add(f"{prefix}.{key}", table, key)
+        elif isinstance(item, Tensor):
+            self._add(name, {"": item}, "")
+        else:
+            self._add(name, _Table(item), "")
+
+    def _add(self, name: str, table: dict[str, Any], key: str) -> None:
+        tensor = table[key]
+        if tensor is None:
+            return
+        self._names.append(name)
+        self._tables.append(table)
+        self._keys.append(key)
+        self._held.append(tensor.detach())  # keeps the memory, whatever happens to the owner (P31, B22)
+        self._expected.append(tensor.data_ptr())
+
+    def check(self) -> None:
+        """Compares every address with the one that was recorded.
+
+        Raises:
+            AddressError: naming the tensors that moved.
+        """
+        try:
+            now = list(map(Tensor.data_ptr, map(dict.__getitem__, self._tables, self._keys)))
+        except (KeyError, TypeError):
+            now = [
+                0 if (t := table.get(key)) is None else t.data_ptr()
+                for table, key in zip(self._tables, self._keys, strict=True)
+            ]
+        if now != self._expected:
+            moved = [
+                name for name, old, new in zip(self._names, self._expected, now, strict=True) if old != new
+            ]
+            shown = ", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
+            raise AddressError(
+                f"memory that the recording reads has moved: {shown}. Copy new values in place "
+                "(tensor.copy_(new) under torch.no_grad()), or capture again"
+            )
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        for held in (self._names, self._tables, self._keys, self._held, self._expected):
+            held.clear()
+
+
+class _Table(dict[str, Any]):
+    """A one-entry table whose entry is asked anew each time."""
+
+    def __init__(self, getter: Getter) -> None:
+        super().__init__()
+        self._getter = getter
+
+    def __getitem__(self, key: str) -> Tensor | None:
+        return self._getter()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._getter()
+
+
+def closed_over(function: Callable[..., Any]) -> dict[str, nn.Module | Tensor | Getter]:
+    """Modules and tensors that ``function`` reaches without being handed them, by name.
+
+    Looks at the function itself, the object it is bound to, its closure and the globals it names; deeper ones
+    (attributes of attributes) are the caller's to watch.
+    """
+    owner = getattr(function, "__self__", None)
+    found: dict[str, nn.Module | Tensor | Getter] = {}
+    if isinstance(function, nn.Module):
+        return {type(function).__name__: function}
+    if isinstance(owner, nn.Module):
+        found[type(owner).__name__] = owner
+    plain = getattr(function, "__func__", function)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        return found
+    for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if isinstance(value, nn.Module):
+            found[name] = value
+        elif isinstance(value, Tensor):
+            found[name] = _from_cell(cell, value)
+    for name in code.co_names:
+        value = plain.__globals__.get(name)
+        if isinstance(value, nn.Module):
+            found[name] = value
+        elif isinstance(value, Tensor):
+            found[name] = _from_globals(plain.__globals__, name, value)
+    return found
+
+
+def _from_cell(cell: Any, fallback: Tensor) -> Getter:
+    def get() -> Tensor | None:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # deleted: the recording's own handle keeps the memory
+            return fallback
+        return value if isinstance(value, Tensor) else None
+
+    return get
+
+
+def _from_globals(table: dict[str, Any], name: str, fallback: Tensor) -> Getter:
+    def get() -> Tensor | None:
+        value = table.get(name, fallback)
+        return value if isinstance(value, Tensor) else None
+
+    return get
+
+
+class InputWatch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Collects the outside tensors that a function reads: those that no operation inside has made.
+
+    Attributes:
+        outside: one detached handle for each storage, in order of first use.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: dict[int, Tensor] = {}
+        self._inside: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes what goes in and what comes out of one operation."""
+        kwargs = kwargs or {}
+        tree_iter = torch.utils._pytree.tree_iter
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel():
+                address = leaf.untyped_storage().data_ptr()
+                if address not in self._inside and address not in self.outside:
+                    self.outside[address] = leaf.detach()
+        result = func(*args, **kwargs)
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel():
+                address = leaf.untyped_storage().data_ptr()
+                if address not in self.outside:
+                    self._inside[address] = leaf  # kept while watching, so that its address is not reused
+        return result

@@ -1,0 +1,268 @@
+"""The shape of the artifact: ``full``, ``breakable`` or ``eager``; each works with either recorder.
+
+One recording per key, segments with breaks between, or nothing.
+
+Largest shape first, one pool, warm-ups where the capture runs: two for the first shape and wherever a warm-up
+loaded something new, one otherwise (P28, P29).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cglab.errors import EmptyCaptureError, ToggleError
+from cglab.graphs.breaks import Aside, BreakCall, Inline, Refuse, Split, Stage, staged
+from cglab.graphs.keys import ShapeKey, require_key
+from cglab.graphs.outputs import OutputBuffers, Stored
+from cglab.graphs.recorder import Pool, Recorder, Segment
+
+log = logging.getLogger("cglab.graphs")
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureCost:
+    """The ledger's line for one bucket.
+
+    Attributes:
+        key: the bucket.
+        warmup_seconds, capture_seconds: wall time.
+        pool_bytes: growth of the pool; 0 where it fitted into what larger buckets had left.
+        device_bytes: growth of device memory outside the allocator (graph executables, modules).
+        nodes: operations recorded; None where they cannot be counted.
+        breaks: eager calls between segments.
+        warmups: how many were run.
+    """
+
+    key: ShapeKey
+    warmup_seconds: float
+    capture_seconds: float
+    pool_bytes: int
+    device_bytes: int
+    nodes: int | None
+    breaks: int
+    warmups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """Everything recorded for one key."""
+
+    steps: tuple[Segment | BreakCall, ...]
+    output: Stored
+    keep_alive: tuple[Any, ...]
+
+
+class Backend(ABC):
+    """Captures and replays by key.
+
+    Args:
+        recorder: where work is recorded.
+        pool: memory of the runner's group.
+        inline_breaks: record breaks as they stand inside a full capture.
+        warmups: None for the policy above, or a fixed number for every shape.
+    """
+
+    name: str
+    may_break: bool
+
+    def __init__(
+        self, recorder: Recorder, pool: Pool, *, inline_breaks: bool = False, warmups: int | None = None
+    ) -> None:
+        self.recorder = recorder
+        self.pool = pool
+        self.outputs = OutputBuffers()
+        self._inline_breaks = inline_breaks
+        self._warmups = warmups
+        self._artifacts: dict[ShapeKey, Artifact] = {}
+
+    @property
+    def keys(self) -> list[ShapeKey]:
+        """Recorded keys, largest first."""
+        return sorted(self._artifacts, key=lambda key: (-key.size, key.variant or ""))
+
+    def can_run(self, key: ShapeKey) -> bool:
+        """Whether ``key`` was recorded. Raises BucketError for a raw size (P1)."""
+        return require_key(key) in self._artifacts
+
+    @contextmanager
+    def capture_session(self) -> Iterator[None]:
+        """Around the loop over shapes: the pool is taken, the garbage collector waits."""
+        gc.collect()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with self.pool.in_use(f"a {self.name} capture"):
+                yield
+        finally:
+            if collecting:
+                gc.enable()
+
+    def capture_one(
+        self,
+        key: ShapeKey,
+        function: Callable[[], Any],
+        keep_alive: tuple[Any, ...] = (),
+        after_warmup: Callable[[], None] | None = None,
+    ) -> CaptureCost:
+        """Records ``function`` as ``key``; call inside ``capture_session``.
+
+        Args:
+            key: where it is stored; an earlier recording of the key is replaced.
+            function: the step, reading static buffers.
+            keep_alive: objects whose memory the recording reads by address (P31).
+            after_warmup: undoes what a warm-up changed (P28, P43).
+
+        Raises:
+            CaptureError: if it cannot be recorded; earlier recordings are intact.
+        """
+        require_key(key)
+        pool_before, footprint = self.pool.reserved_bytes, self.recorder.footprint()
+        started = time.perf_counter()
+        copies, warmups = self._warm_up(function, after_warmup)
+        warmed = time.perf_counter()
+        steps, output = self._record(function)
+        if len(steps) > 1 and after_warmup is not None:  # breaks, and what they read, ran for real
+            after_warmup()
+        segments = [step for step in steps if not isinstance(step, BreakCall)]
+        breaks = len(steps) - len(segments)
+        counts = [segment.nodes for segment in segments]
+        nodes = None if None in counts else sum(n or 0 for n in counts)
+        if nodes is not None and nodes <= copies and not breaks:
+            for step in steps:
+                step.close()
+            raise EmptyCaptureError(
+                "the function did no device work here, so a replay would return the same values for ever",
+                advice=f"compute on {self.recorder.device}, or do not capture it",
+            )
+        replaced = self._artifacts.pop(key, None)
+        if replaced is not None:
+            _close(replaced)
+        self._artifacts[key] = Artifact(tuple(steps), output, keep_alive)
+        return CaptureCost(
+            key, warmed - started, time.perf_counter() - warmed, self.pool.reserved_bytes - pool_before,
+            self.recorder.footprint() - footprint, nodes, breaks, warmups,
+        )  # fmt: skip
+
+    def _warm_up(
+        self, function: Callable[[], Any], after_warmup: Callable[[], None] | None
+    ) -> tuple[int, int]:
+        wanted = self._warmups if self._warmups is not None else (1 if self._artifacts else 2)
+        done = copies = 0
+        while done < wanted:
+            footprint = self.recorder.footprint()
+            with staged(self._warmup_stage()):
+                output = self.recorder.warm_up(function)
+            copies = self.outputs.prepare(output)
+            done += 1
+            if after_warmup is not None:
+                after_warmup()
+            if self._warmups is None and wanted == 1 and self.recorder.footprint() > footprint:
+                log.info("a warm-up loaded something new; warming up once more")
+                wanted = 2
+        if not done:  # the caller switched warm-ups off: the buffers still need to know the output
+            with staged(self._warmup_stage()):
+                copies = self.outputs.prepare(self.recorder.shape_of(function))
+        return copies, done
+
+    @abstractmethod
+    def _warmup_stage(self) -> Stage: ...
+
+    @abstractmethod
+    def _record(self, function: Callable[[], Any]) -> tuple[list[Segment | BreakCall], Stored]: ...
+
+    def replay(self, key: ShapeKey) -> Any:
+        """Runs the recording of ``key``; the result is overwritten by the next replay.
+
+        Raises:
+            BucketError: if it was not recorded, or for a raw size.
+            PoolBusyError: if the pool is in use.
+        """
+        artifact = self._artifacts[require_key(key)]
+        with self.pool.in_use(f"a replay of {key}"):
+            for step in artifact.steps:
+                step.replay()
+        return artifact.output
+
+    def artifact(self, key: ShapeKey) -> Artifact:
+        """The recording of ``key``."""
+        return self._artifacts[require_key(key)]
+
+    def drop(self, key: ShapeKey) -> None:
+        """Forgets one recording; others are unaffected (B39)."""
+        artifact = self._artifacts.pop(key, None)
+        if artifact is not None:
+            self.recorder.synchronize()
+            _close(artifact)
+
+    def close(self) -> None:
+        """Forgets every recording and output buffer."""
+        for key in list(self._artifacts):
+            self.drop(key)
+        self.outputs = OutputBuffers()
+
+
+def _close(artifact: Artifact) -> None:
+    for step in artifact.steps:
+        step.close()
+
+
+class Full(Backend):
+    """One recording per key; breaks are refused unless the caller has them recorded inline."""
+
+    name = "full"
+    may_break = False
+
+    def _warmup_stage(self) -> Stage:
+        return Inline() if self._inline_breaks else Refuse()
+
+    def _record(self, function: Callable[[], Any]) -> tuple[list[Segment | BreakCall], Stored]:
+        with self.recorder.take(self.pool) as take:
+            with staged(self._warmup_stage()):
+                output = self.outputs.store(function())
+            return [take.cut()], output
+
+
+class Breakable(Backend):
+    """Segments with eager breaks between: whatever is marked as a break runs live."""
+
+    name = "breakable"
+    may_break = True
+
+    def _warmup_stage(self) -> Stage:
+        return Aside()
+
+    def _record(self, function: Callable[[], Any]) -> tuple[list[Segment | BreakCall], Stored]:
+        split: Split | None = None
+        try:
+            with self.recorder.take(self.pool) as take:
+                split = Split(take)
+                with staged(split):
+                    output = self.outputs.store(function())
+                split.finish()
+                return split.steps, output
+        except BaseException:
+            for step in split.steps if split is not None else []:
+                step.close()
+            raise
+
+
+BACKENDS: dict[str, type[Backend]] = {"full": Full, "breakable": Breakable}
+MODES = ("full", "breakable", "eager")
+
+
+def check_backend(name: str) -> str:
+    """``name`` if it is a backend.
+
+    Raises:
+        ToggleError: otherwise, listing the good ones.
+    """
+    if name not in MODES:
+        raise ToggleError(f"backend {name!r} is unknown; good values: {', '.join(MODES)}")
+    return name

@@ -1,0 +1,236 @@
+"""``cglab.capture``: any function of tensors, captured at a few sizes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from cglab.errors import SlotError
+from cglab.graphs.address import AddressContract, Getter, InputWatch, closed_over
+from cglab.graphs.backends import check_backend
+from cglab.graphs.breaks import Aside, staged
+from cglab.graphs.buckets import checked_sizes
+from cglab.graphs.captured import Captured
+from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.graphs.options import Options
+from cglab.graphs.slots import Slot
+from cglab.graphs.writes import WriteJournal
+
+
+class CapturedFunction:
+    """A function with its recordings; see ``capture``. Call it like the function, with keyword arguments."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        slots: Mapping[str, Slot],
+        buckets: Sequence[int],
+        options: Options,
+        watch: Mapping[str, nn.Module | Tensor | Getter],
+    ) -> None:
+        self.name = getattr(function, "__qualname__", type(function).__name__)
+        self._function = function
+        self._slots = dict(slots)
+        self._buckets = list(buckets)
+        self._options = options
+        self._watch = dict(watch)
+        self._captured: Captured | None = None
+        self._constants: dict[str, Any] = {}
+        self._misses = Coverage()
+
+    def __call__(self, **inputs: Any) -> Any:
+        """One step. The first call captures every bucket.
+
+        Raises:
+            SlotError: for an input that fits no slot, by name.
+        """
+        values, constants = self._sort(inputs)
+        captured = self._captured or self.warm(**inputs)
+        changed = _differences(constants, self._constants)
+        if changed and captured.options.backend != "eager":
+            name = min(changed)
+            facts = f"{name!r} was captured as {self._constants.get(name)!r}, now {constants.get(name)!r}"
+            captured.counts.miss(Miss(Reason.CONSTANT, facts))
+            with torch.no_grad():
+                return self._function(**inputs)
+        return captured(**values)
+
+    def warm(self, **inputs: Any) -> Captured:
+        """Captures every bucket now, from example inputs.
+
+        Raises:
+            CaptureError: if ``strict`` is set and a bucket cannot be captured.
+        """
+        values, constants = self._sort(inputs)
+        resolved = {
+            name: slot
+            if slot.optional and values.get(name) is None and slot.shape is None
+            else slot.resolve(name, values.get(name))
+            for name, slot in self._slots.items()
+        }
+        absent = [name for name, slot in resolved.items() if values.get(name) is None]
+        # An absent optional slot of unknown shape needs no buffer: it stays None in every recording.
+        nothing = Slot(shape=(1,), dtype=torch.uint8, axis=None, optional=True)
+        resolved = {name: nothing if slot.shape is None else slot for name, slot in resolved.items()}
+        device = next(
+            (v.device for v in values.values() if v is not None and v.device.type != "cpu"),
+            torch.device("cpu"),
+        )
+        self._constants = constants
+        contract = AddressContract({**closed_over(self._function), **self._watch})
+        captured = Captured(
+            self.name,
+            self._bound(constants),
+            resolved,
+            self._buckets,
+            device,
+            self._options,
+            contract=contract,
+        )
+        self._captured = captured
+        rows = {n: v for n, v in values.items() if v is not None}
+
+        def example(views: dict[str, Tensor]) -> None:
+            for name, view in views.items():
+                _tile(view, rows.get(name), resolved[name].axis)
+            if not self._held:
+                self._hold_inputs(views)
+
+        self._held: list[Tensor] = []
+        captured.capture(example, absent=absent)
+        return captured
+
+    def _bound(self, constants: dict[str, Any]) -> Callable[..., Any]:
+        return lambda **tensors: self._function(**tensors, **constants)
+
+    def _hold_inputs(self, views: dict[str, Tensor]) -> None:
+        """Keeps every outside tensor that the function reads alive, watched by name or not (B22)."""
+        watch = InputWatch()
+        missing = {n: None for n in self._slots if n not in views}
+        try:
+            with torch.no_grad(), WriteJournal().recording(), staged(Aside()), watch:
+                self._function(**views, **missing, **self._constants)
+        except Exception:  # noqa: BLE001 - the capture itself will meet the error and explain it
+            return
+        self._held = list(watch.outside.values())
+
+    def _sort(self, inputs: dict[str, Any]) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
+        values: dict[str, Tensor | None] = {}
+        constants: dict[str, Any] = {}
+        for name, value in inputs.items():
+            if name in self._slots:
+                values[name] = value
+            elif isinstance(value, Tensor):
+                raise SlotError(
+                    f"{name!r} is a tensor but no slot of {self.name}: its address would be baked in. "
+                    f"Add it to slots (now {sorted(self._slots)}), or close over it if it never moves"
+                )
+            else:
+                constants[name] = value
+        return values, constants
+
+    def coverage(self) -> Coverage:
+        """Steps captured and eager, with reasons; zero before the first call."""
+        return self._captured.counts if self._captured else self._misses
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Milliseconds and bytes of each captured bucket."""
+        return self._captured.memory() if self._captured else []
+
+    def inspect(self, size: int) -> list[str]:
+        """What was recorded for a bucket, in order."""
+        return self._captured.inspect(size) if self._captured else []
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why buckets could not be captured, by bucket."""
+        return {str(k): text for k, text in self._captured.failures.items()} if self._captured else {}
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """Sizes with a recording."""
+        return self._captured.captured_sizes if self._captured else []
+
+    def close(self) -> None:
+        """Gives everything back."""
+        if self._captured is not None:
+            self._captured.close()
+        self._held = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _differences(left: dict[str, Any], right: dict[str, Any]) -> set[str]:
+    return {
+        name
+        for name in left.keys() | right.keys()
+        if name not in left or name not in right or left[name] != right[name]
+    }
+
+
+def _tile(view: Tensor, example: Tensor | None, axis: int | None) -> None:
+    """Fills ``view`` with the example's rows, over and over, so that a capture sees valid values."""
+    if example is None:
+        return
+    if axis is None:
+        view.copy_(example)
+        return
+    rows = example.shape[axis]
+    if rows:
+        index = torch.arange(view.shape[axis], device=example.device) % rows
+        source = example.index_select(axis, index)
+        head = view
+        for other, n in enumerate(source.shape):
+            head = head.narrow(other, 0, min(n, head.shape[other]))
+        head.copy_(source)
+
+
+def capture(
+    function: Callable[..., Any],
+    *,
+    slots: Mapping[str, Slot],
+    buckets: Sequence[int],
+    backend: str = "full",
+    watch: Mapping[str, nn.Module | Tensor | Getter] | None = None,
+    **options: Any,
+) -> CapturedFunction:
+    """Captures a function of tensors at a few sizes; nothing is recorded before the first call.
+
+    Args:
+        function: the step. Called with keyword arguments: the slots' tensors, and plain Python values, which are
+            baked in.
+        slots: the inputs that change from call to call.
+        buckets: sizes to capture; a smaller batch is padded up.
+        backend: ``full`` (one recording), ``breakable`` (eager breaks allowed) or ``eager``.
+        watch: modules, tensors or getters whose memory must not move; what the function closes over is found.
+        **options: fields of ``cglab.graphs.captured.Options``.
+
+    Returns:
+        A callable whose results are views that the next call overwrites.
+
+    Raises:
+        ToggleError: for an unknown backend.
+        BucketError: for an empty or odd list of buckets.
+        SlotError: for a slot that is no parameter of the function.
+
+    Example:
+        >>> f = capture(lambda x: x.relu(), slots={"x": Slot(pad=0.0)}, buckets=(1, 2, 4))
+    """
+    check_backend(backend)
+    sizes = checked_sizes(buckets)
+    parameters = inspect.signature(
+        function.forward if isinstance(function, nn.Module) else function
+    ).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    strange = [name for name in slots if name not in parameters]
+    if strange and not open_ended:
+        raise SlotError(f"slot {strange[0]!r} is no parameter of the function; it takes {list(parameters)}")
+    return CapturedFunction(function, slots, sizes, Options(backend=backend, **options), watch or {})

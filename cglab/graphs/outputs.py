@@ -1,0 +1,157 @@
+"""Output buffers that all buckets of a runner share, and how results are trimmed to the live rows.
+
+Holding each bucket's own output would keep its pool block and make memory grow with the sum of the sizes (B52).
+So the recording ends with a copy into one buffer of the largest size. What a caller gets are views: the next
+replay overwrites them (P32, B20).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from cglab.errors import OutputStructureError, StaleOutputError
+from cglab.graphs.keys import ShapeKey
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What one recording leaves behind: leaves (views of shared buffers, or plain values) and their structure."""
+
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+
+    def tree(self) -> Any:
+        """The output in the function's own structure."""
+        return tree_unflatten(list(self.leaves), self.structure)
+
+
+class OutputBuffers:
+    """One buffer per output leaf, sized by the first (largest) recording."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor | None] = []
+        self._structure: TreeSpec | None = None
+
+    def prepare(self, example: Any) -> int:
+        """Makes room for an output like ``example``, outside of any recording.
+
+        Returns:
+            Number of copies that ``store`` will add to a recording.
+
+        Raises:
+            OutputStructureError: if its structure, dtype or trailing shape differs from earlier recordings (P33).
+        """
+        leaves, structure = tree_flatten(example)
+        if self._structure is None:
+            self._structure = structure
+            self._buffers = [None] * len(leaves)
+        if structure != self._structure:
+            raise OutputStructureError(
+                f"this bucket returns {structure}, an earlier one {self._structure}",
+                advice="return the same structure for every size; use a variant key for another kind of step",
+            )
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            held = self._buffers[index]
+            if held is not None and (
+                held.dtype != leaf.dtype or held.shape[1:] != leaf.shape[1:] or held.dim() != leaf.dim()
+            ):
+                raise OutputStructureError(
+                    f"output {index} is {leaf.dtype} {tuple(leaf.shape)}, "
+                    f"an earlier bucket's {held.dtype} {tuple(held.shape)}: "
+                    "only the first axis may differ",
+                    advice="return trailing axes and types that do not depend on the bucket",
+                )
+            if held is None or (leaf.dim() and held.shape[0] < leaf.shape[0]):
+                with torch.inference_mode(mode=False):
+                    self._buffers[index] = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        return sum(isinstance(leaf, Tensor) and leaf.numel() > 0 for leaf in leaves)
+
+    def store(self, output: Any) -> Stored:
+        """Copies ``output`` into the buffers (recorded when called inside a recording).
+
+        Raises:
+            OutputStructureError: if the recorded output does not look like the warm-up's.
+        """
+        leaves, structure = tree_flatten(output)
+        if structure != self._structure:
+            raise OutputStructureError(
+                f"the recording returned {structure}, its warm-up {self._structure}",
+                advice="make the output's structure independent of Python state",
+            )
+        kept = []
+        for leaf, buffer in zip(leaves, self._buffers, strict=True):
+            if isinstance(leaf, Tensor) and buffer is not None:
+                view = buffer[: leaf.shape[0]] if leaf.dim() else buffer
+                kept.append(view.copy_(leaf))
+            else:
+                kept.append(leaf)
+        return Stored(tuple(kept), structure)
+
+
+def rows_per_size(shapes: dict[ShapeKey, list[tuple[int, ...] | None]]) -> list[int | None]:
+    """How many rows each output leaf has for each unit of bucket size; None for a leaf of fixed size.
+
+    Args:
+        shapes: leaf shapes by key, for at least two different sizes, so that a coincidence cannot mislead.
+
+    Raises:
+        OutputStructureError: if a leaf's rows neither stay nor grow with the size: state the trimming yourself.
+    """
+    result: list[int | None] = []
+    for index in range(len(next(iter(shapes.values())))):
+        rows = {key.size: s[index][0] for key, s in shapes.items() if s[index]}  # type: ignore[index]
+        if not rows or len(set(rows.values())) == 1:
+            result.append(None)
+            continue
+        ratios = {rows_here / size for size, rows_here in rows.items()}
+        if len(ratios) != 1 or not next(iter(ratios)).is_integer():
+            raise OutputStructureError(
+                f"output {index} has rows {rows} by bucket size: neither fixed nor in proportion",
+                advice="return rows in proportion to the size, or a tensor of fixed size",
+            )
+        result.append(int(next(iter(ratios))))
+    return result
+
+
+class LiveView(Tensor):
+    """Debug form of an output: reading it after the next replay raises instead of returning other data (B20)."""
+
+    _is_current: Callable[[], bool]
+
+    @staticmethod
+    def wrap(tensor: Tensor, is_current: Callable[[], bool]) -> LiveView:
+        """A view of ``tensor`` that asks ``is_current`` before every use."""
+        view = tensor.as_subclass(LiveView)
+        view._is_current = is_current
+        return view
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Checks every view among the arguments, then computes on plain tensors; a view of a view is watched too."""
+        watched: dict[int, Any] = {}
+
+        def plain(view: LiveView) -> Tensor:
+            current = view.__dict__.get("_is_current")
+            if current is not None and not current():
+                raise StaleOutputError(
+                    "this output was overwritten by a later replay; clone() it before the next call, "
+                    "or capture with clone=True"
+                )
+            watched[view.untyped_storage()._cdata] = current
+            return view.as_subclass(Tensor)
+
+        def watch(result: Tensor) -> Tensor:
+            current = watched.get(result.untyped_storage()._cdata) if result.layout == torch.strided else None
+            return result if current is None else LiveView.wrap(result, current)
+
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map_only(LiveView, plain, (args, kwargs or {}))
+            return tree_map_only(Tensor, watch, func(*args, **kwargs))

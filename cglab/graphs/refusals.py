@@ -1,0 +1,152 @@
+"""What a stream capture refuses, told from the operation alone: used by the tape and by the doctor.
+
+Tags mislead (``aten.index`` always claims a dynamic shape), so the lists name operations (N-dimensional boolean
+indexing, ``repeat_interleave`` without its size, ...). Each refusal says what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cglab.errors import (
+    CaptureError,
+    DynamicShapeError,
+    HostReadError,
+    NewInputError,
+    UnsupportedOperationError,
+)
+from cglab.graphs.breaks import capturing
+
+HOST_READ_ADVICE = (
+    "keep the value on the device (a tensor condition such as torch.where, or a static slot), "
+    "or read it in a function marked @cglab.eager_break"
+)
+DYNAMIC_ADVICE = (
+    "use a form of fixed size (torch.where, a mask, topk with a fixed k, nonzero_static), "
+    "or move it into a function marked @cglab.eager_break"
+)
+NEW_INPUT_ADVICE = (
+    "create it outside and hand it in as a slot, or build it from device operations such as torch.full"
+)
+
+HOST_READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::allclose"}
+DYNAMIC = {
+    "aten::nonzero", "aten::masked_select", "aten::unique_consecutive", "aten::unique_dim", "aten::_unique",
+    "aten::_unique2", "aten::bincount", "aten::argwhere", "aten::unique_dim_consecutive",
+}  # fmt: skip
+UNSUPPORTED = {
+    "aten::set_": "it points a tensor at other memory, which a replay would not see",
+    "aten::resize_": "it may move the memory that later operations were recorded with",
+    "aten::_pin_memory": "pinning memory queries the device",
+    "aten::pin_memory": "pinning memory queries the device",
+    "aten::record_stream": "it ties memory to a stream from inside the recording",
+}
+
+
+def _masks(indices: Any) -> bool:
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices or ())
+
+
+def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError | None:
+    """The error for an operation that a stream capture would refuse, without its place; None if it is fine.
+
+    Args:
+        func: the operator overload, as a dispatch mode sees it.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+    name = func._schema.name
+    if name in HOST_READS:
+        return HostReadError(
+            "a value on the device is read on the host", operation=name, advice=HOST_READ_ADVICE
+        )
+    masked = name in (
+        "aten::index",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_index_put_impl_",
+    ) and _masks(args[1])
+    sized = name != "aten::repeat_interleave" or kwargs.get("output_size") is not None
+    if name in DYNAMIC or masked or not sized:
+        what = (
+            "a boolean mask selects a number of elements that depends on data"
+            if masked
+            else ("the shape of the result depends on data")
+        )
+        return DynamicShapeError(what, operation=name, advice=DYNAMIC_ADVICE)
+    if name == "aten::lift_fresh" and args[0].dim() > 0:
+        return NewInputError(
+            f"a tensor of shape {tuple(args[0].shape)} is made from Python data inside the function",
+            operation="torch.tensor",
+            advice=NEW_INPUT_ADVICE,
+        )
+    if name in UNSUPPORTED:
+        return UnsupportedOperationError(
+            f"{name} cannot be recorded: {UNSUPPORTED[name]}",
+            operation=name,
+            advice="do it before the capture, or in a function marked @cglab.eager_break",
+        )
+    if name.startswith("c10d::"):
+        return UnsupportedOperationError(
+            "a collective of torch.distributed returns a handle that a replay cannot wait for",
+            operation=name,
+            advice="use torch.distributed._functional_collectives, or an @cglab.eager_break",
+        )
+    return None
+
+
+HOST_FUNCTIONS = {
+    Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.item: "item", Tensor.cpu: "cpu",
+    Tensor.__array__: "__array__", Tensor.__dlpack__: "__dlpack__", Tensor.__repr__: "repr",
+    Tensor.__format__: "format", Tensor.__bool__: "bool", Tensor.__int__: "int", Tensor.__float__: "float",
+    Tensor.__index__: "index", Tensor.pin_memory: "pin_memory", Tensor.__contains__: "in",
+}  # fmt: skip
+"""Python-level reads of device data; most of them never reach a dispatch mode."""
+
+
+class HostReadWatch(torch.overrides.TorchFunctionMode):
+    """Refuses host reads by their Python name; only for warm-ups and the doctor, since it can change user code.
+
+    Inside a break nothing is refused: its body is eager.
+
+    Args:
+        report: called with the error for each read; it may raise it.
+    """
+
+    def __init__(self, report: Callable[[CaptureError], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Checks one call."""
+        kwargs = kwargs or {}
+        if capturing():
+            error = _host_function(func, args, kwargs)
+            if error is not None:
+                self._report(error)
+        return func(*args, **kwargs)
+
+
+def _host_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError | None:
+    name = HOST_FUNCTIONS.get(func)
+    if (
+        name is None
+        and func is Tensor.to
+        and ("cpu" in [a for a in [*args[1:], *kwargs.values()] if isinstance(a, str)])
+    ):
+        name = "to"
+    if name is not None:
+        call = f"Tensor.{name}"
+        error = UnsupportedOperationError if name == "pin_memory" else HostReadError
+        return error(f"{call}() reads device data on the host", operation=call, advice=HOST_READ_ADVICE)
+    if func in (torch.from_numpy, torch.frombuffer):
+        return NewInputError(
+            "host memory is brought in from inside the function",
+            operation="torch.from_numpy",
+            advice=NEW_INPUT_ADVICE,
+        )
+    return None

@@ -1,0 +1,101 @@
+"""Remembers and undoes writes to memory that a recording does not own.
+
+A tape executes while it records; a stream capture does not. So the first write to every outside storage is
+preceded by a snapshot, and the end of the recording puts it back (P28, P43).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes to, by its schema."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    written: list[Tensor] = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        written += [
+            v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)
+        ]
+    return written
+
+
+class WriteJournal:
+    """Snapshots of storages before their first write.
+
+    Args:
+        skip: storages that need no snapshot (the recording's own).
+    """
+
+    def __init__(self, skip: Callable[[Tensor], bool] = lambda _: False) -> None:
+        self._skip = skip
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._inside: set[int] = set()
+
+    def made(self, inputs: Iterable[Any], results: Iterable[Any]) -> None:
+        """Notes storages that came into being meanwhile: they are temporaries, not state to put back."""
+        known = {_address(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
+        fresh = {_address(leaf) for leaf in results if isinstance(leaf, Tensor)} - known
+        self._inside |= fresh - self._before.keys()
+
+    def before(self, tensors: Iterable[Tensor]) -> None:
+        """Call with the tensors that are about to be written."""
+        for tensor in tensors:
+            if tensor.layout != torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            new = storage.data_ptr() not in self._before and storage.data_ptr() not in self._inside
+            if storage.nbytes() and new and not self._skip(tensor):
+                with _disable_current_modes(), torch.no_grad():
+                    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                    self._before[storage.data_ptr()] = (whole, whole.clone())
+
+    @property
+    def storages(self) -> list[Tensor]:
+        """Every written storage as bytes, as it stands now."""
+        return [whole for whole, _ in self._before.values()]
+
+    def restore(self) -> None:
+        """Puts every storage back and forgets it."""
+        with _disable_current_modes(), torch.no_grad():
+            for whole, saved in self._before.values():
+                whole.copy_(saved)
+        self._before.clear()
+
+    @contextmanager
+    def recording(self) -> Iterator[WriteJournal]:
+        """Journals every write inside, and undoes them at the end."""
+        try:
+            with _JournalMode(self):
+                yield self
+        finally:
+            self.restore()
+
+
+class _JournalMode(TorchDispatchMode):
+    def __init__(self, journal: WriteJournal) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._journal.before(written_tensors(func, args, kwargs))
+        result = func(*args, **kwargs)
+        self._journal.made(tree_iter((args, kwargs)), tree_iter(result))
+        return result
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0

@@ -1,0 +1,145 @@
+"""The ten techniques as a table: toggle, values, default, where each is built, and why one is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cglab.errors import ToggleError
+
+NOT_YET = "not in this version"
+
+
+@dataclass(frozen=True, slots=True)
+class Technique:
+    """One thing that can be captured.
+
+    Attributes:
+        id: T1 to T10.
+        name: the toggle's name.
+        text: what is captured.
+        values: what the toggle may be.
+        default: its value where it is available.
+        source: the source documents.
+        module: where it is built; None if it is not yet.
+        notebook: where it is shown; None if it is not yet.
+        kill_switch: environment variable that switches it off.
+    """
+
+    id: str
+    name: str
+    text: str
+    values: tuple[str, ...]
+    default: str
+    source: str
+    module: str | None = None
+    notebook: str | None = None
+    kill_switch: str | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether this version has it."""
+        return self.module is not None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not available."""
+        return None if self.available else NOT_YET
+
+    def check(self, value: str) -> str:
+        """``value`` if the toggle may have it.
+
+        Raises:
+            ToggleError: for an unknown value, or a technique that this version lacks.
+        """
+        if value not in self.values:
+            raise ToggleError(f"{self.name}={value!r} is no setting; good values: {', '.join(self.values)}")
+        if not self.available:
+            built = ", ".join(t.name for t in TECHNIQUES.values() if t.available)
+            raise ToggleError(f"{self.name} ({self.id}) is {NOT_YET}; available: {built}")
+        return value
+
+    def as_dict(self) -> dict[str, Any]:
+        """One row of ``cglab techniques --json``."""
+        return {
+            "id": self.id, "name": self.name, "toggle": self.name, "text": self.text, "values": list(self.values),
+            "default": self.default, "source": self.source, "kill_switch": self.kill_switch, "module": self.module,
+            "notebook": self.notebook, "available": self.available, "reason": self.reason,
+        }  # fmt: skip
+
+
+_BACKENDS = ("full", "breakable", "eager")
+_GRAPH = ("graph", "eager")
+
+TECHNIQUES: Mapping[str, Technique] = {
+    t.name: t
+    for t in (
+        Technique(
+            "T1", "decode", "decode step, padded buckets or exact sizes", _BACKENDS, "full", "S1",
+            module="cglab.runners.decode", notebook="notebooks/01_decode_graphs.ipynb",
+        ),
+        Technique("T2", "verify", "target verify of drafted tokens", _BACKENDS, "full", "S0, S1"),
+        Technique("T3", "draft_loop", "recurrent draft loop", _BACKENDS, "full", "S0, S1"),
+        Technique(
+            "T4", "seed_step", "assistant seed step", ("graph", "fused", "eager"), "graph", "S0",
+            kill_switch="CGLAB_DISABLE_SEED_GRAPH",
+        ),
+        Technique("T5", "draft_sampler", "greedy draft sampling inside the draft graph", _GRAPH, "graph", "S4"),
+        Technique("T6", "prefill", "prefill body, eager attention breaks", _BACKENDS, "breakable", "S1-S3"),
+        Technique("T7", "pp_prefill", "prefill of a pipeline stage, proxy tensors", ("off", "breakable"), "off", "S2"),
+        Technique(
+            "T8", "dsa_attention", "sparse prefill attention inside the prefill graph", _GRAPH, "graph", "S3",
+            kill_switch="CGLAB_DISABLE_DSA_ATTENTION_GRAPH",
+        ),
+        Technique(
+            "T9", "dsa_indexer_prep", "indexer preparation and index-K store inside it", _GRAPH, "graph", "S3",
+            kill_switch="CGLAB_DISABLE_DSA_INDEXER_GRAPH",
+        ),
+        Technique(
+            "T10", "draft_extend", "NextN draft extend replayed as a prefill graph", _GRAPH, "graph", "S3",
+            kill_switch="CGLAB_DISABLE_NEXTN_GRAPH",
+        ),
+    )
+}  # fmt: skip
+
+
+def technique(name: str) -> Technique:
+    """The technique of a toggle's name.
+
+    Raises:
+        ToggleError: for an unknown name, listing the good ones.
+    """
+    if name not in TECHNIQUES:
+        raise ToggleError(f"{name!r} is no technique; good names: {', '.join(TECHNIQUES)}")
+    return TECHNIQUES[name]
+
+
+class Captures:
+    """The toggles of a lab, as attributes: ``lab.captures.decode = "full"``.
+
+    A bad name or value raises ToggleError and changes nothing. A technique that this version lacks reads None.
+    """
+
+    _values: dict[str, str]
+
+    def __init__(self) -> None:
+        values = {t.name: t.default for t in TECHNIQUES.values() if t.available}
+        object.__setattr__(self, "_values", values)
+
+    def __getattr__(self, name: str) -> str | None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._values.get(technique(name).name)
+
+    def __setattr__(self, name: str, value: str) -> None:
+        self._values[name] = technique(name).check(value)
+
+    def as_dict(self) -> dict[str, str | None]:
+        """All ten toggles."""
+        return {name: self._values.get(name) for name in TECHNIQUES}
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value}" for name, value in self._values.items())
+        missing = sum(not t.available for t in TECHNIQUES.values())
+        return f"Captures({shown}" + (f"; {missing} {NOT_YET})" if missing else ")")

@@ -1,0 +1,1 @@
+"""What a step computes: decoder, paged KV tensors, attention, loading, tokenizers. Knows no requests."""

@@ -1,0 +1,158 @@
+"""Reads the safetensors of a Hugging Face folder into a decoder: checked whole, then copied one by one.
+
+Nothing is ever unpickled. All names, shapes and dtypes are compared with the headers before any weight memory
+is allocated, so that a wrong folder costs nothing; the copy then holds one tensor on the host at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from cglab.errors import ModelError
+from cglab.models.config import ModelConfig, read_json
+from cglab.models.decoder import Decoder
+from cglab.models.layout import checkpoint_layout
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+DTYPES: Final = ("F32", "F16", "BF16")
+SHOWN = 3
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint.
+
+    Args:
+        folder: a model's folder.
+
+    Returns:
+        One file, or the shards that the index names, sorted.
+
+    Raises:
+        ModelError: if there are none, if only pickles are there, or if the index names a file that is missing
+            or outside of the folder.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if not index.is_file():
+        found = sorted(
+            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(pattern)
+        )
+        fact = f"only {_some(found)}, which is not read (a pickle can run code)" if found else "no weights"
+        raise ModelError(
+            f"{folder} has {fact}; expected: {SINGLE}, or {INDEX} with its shards; "
+            "fetch the safetensors version of the model, or convert it where you trust it"
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map of tensor to file; fetch the file again")
+    names = sorted({str(name) for name in weight_map.values()})
+    # By name, not by resolved path: the files of a download cache are links to elsewhere, and rightly so.
+    outside = [name for name in names if name in (".", "..") or Path(name).name != name or "\\" in name]
+    if outside:
+        raise ModelError(
+            f"{index} names {_some(outside)}, outside of its folder; only plain file names are read; "
+            "do not use this folder"
+        )
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {len(names)} shards: {_some(missing)}; fetch them again"
+        )
+    return [folder / name for name in names]
+
+
+def check_shards(shards: Iterable[Path], config: ModelConfig) -> None:
+    """Compares the headers of a checkpoint with the shape that ``config.json`` states.
+
+    Args:
+        shards: the safetensors files.
+        config: the shape.
+
+    Raises:
+        ModelError: if a file is truncated, or a tensor is missing, unknown, there twice, or of the wrong
+            shape or dtype.
+    """
+    expected = {name: piece.shape for name, piece in checkpoint_layout(config).items()}
+    found: dict[str, Path] = {}
+    for shard in shards:
+        for name, (shape, dtype) in _header(shard).items():
+            if name in found:
+                raise ModelError(
+                    f"{name} is in {found[name].name} and in {shard.name}; fetch the checkpoint again"
+                )
+            found[name] = shard
+            if name in expected and shape != expected[name]:
+                raise ModelError(
+                    f"{shard}: {name} has shape {list(shape)}, config.json asks for {list(expected[name])}; "
+                    "weights and configuration are of different models: fetch both again"
+                )
+            if name in expected and dtype not in DTYPES:
+                raise ModelError(
+                    f"{shard}: {name} is stored as {dtype}; supported: {', '.join(DTYPES)}; "
+                    "open the unquantised model"
+                )
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise ModelError(
+            f"{len(missing)} of {len(expected)} tensors are missing: {_some(missing)}; "
+            "fetch the missing shard, or a config.json that fits these weights"
+        )
+    extra = [name for name in found if name not in expected and not _derived(name, config)]
+    if extra:
+        raise ModelError(
+            f"{len(extra)} tensors have no place in {config.architecture}: {_some(extra)}; "
+            "the model computes something that the decoder does not: open another one"
+        )
+
+
+def read_shards(shards: Iterable[Path], model: Decoder) -> None:
+    """Copies a checked checkpoint into a decoder, one tensor at a time, converting to its dtype.
+
+    Args:
+        shards: the safetensors files.
+        model: the decoder, on any device.
+
+    Raises:
+        ModelError: if a file can no longer be read.
+    """
+    layout = checkpoint_layout(model.config)
+    parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt") as tensors, torch.no_grad():
+                for name in tensors.keys():
+                    if piece := layout.get(name):
+                        piece.of(parameters[piece.parameter]).copy_(tensors.get_tensor(name))
+        except (SafetensorError, OSError) as error:
+            raise _damaged(shard, error) from error
+
+
+def _header(shard: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor in a file, without its data."""
+    try:
+        with safe_open(shard, framework="pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise _damaged(shard, error) from error
+
+
+def _damaged(shard: Path, error: Exception) -> ModelError:
+    return ModelError(f"{shard} is truncated or no safetensors file ({error}); fetch the file again")
+
+
+def _derived(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor was saved although it follows from others: a tied head, rotary frequencies."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+
+
+def _some(names: list[str]) -> str:
+    """The first few names."""
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

@@ -1,0 +1,284 @@
+"""Shapes of the Qwen3 and Llama family: read from a Hugging Face ``config.json``, or taken from a preset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from cglab.errors import ModelError
+
+ARCHITECTURES: Final = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """How Llama 3.1 stretches its rotary frequencies beyond the context that it was first trained on.
+
+    Attributes:
+        factor: by how much the lowest frequencies are divided.
+        low_freq_factor: pairs that turn less often than this in the original context are stretched in full.
+        high_freq_factor: pairs that turn more often than this are left alone.
+        original_max_position: the original context, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder.
+
+    Attributes:
+        architecture: the checkpoint's class name, one of ``ARCHITECTURES``.
+        vocab_size: rows of the embedding and of the head.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the gated feed-forward layer.
+        num_layers: decoder blocks.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; a divisor of ``num_heads``.
+        head_dim: width of a head; even, as rotary embedding turns pairs.
+        max_position: positions that the rotary tables cover.
+        rms_norm_eps: added to the mean square before its root.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: the Llama 3.1 stretch, if any.
+        tie_embeddings: the head is the embedding matrix.
+        qk_norm: queries and keys are normalised per head (Qwen3).
+        attention_bias: bias on the query, key, value and output projections.
+        mlp_bias: bias on the feed-forward projections.
+        bos_token_id: token that opens a sequence, if the model has one.
+        eos_token_ids: tokens that end a sequence.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Llama3Scaling | None = None
+    tie_embeddings: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key and value heads: "
+                "num_attention_heads must be a multiple of num_key_value_heads; correct config.json"
+            )
+        if self.head_dim % 2:
+            raise ModelError(
+                f"head_dim {self.head_dim} is odd, rotary embedding needs an even one; correct config.json"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads per key and value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Reads ``config.json`` of a Hugging Face folder, and the end tokens of ``generation_config.json``.
+
+        Args:
+            folder: the model's folder.
+
+        Returns:
+            The shape.
+
+        Raises:
+            ModelError: if a file is missing or no JSON object, a field is missing or of the wrong type, or
+                the model computes something that the decoder does not.
+        """
+        folder = Path(folder)
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{folder} has no config.json: a Hugging Face model folder is expected; check the path"
+            )
+        generation = folder / "generation_config.json"
+        ends = read_json(generation) if generation.is_file() else {}
+        return _parse(_Fields(read_json(path), path), _Fields(ends, generation))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads one JSON object.
+
+    Raises:
+        ModelError: if the file cannot be read or holds anything else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON ({error}); fetch the file again") from error
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{path} holds a JSON {type(content).__name__}, an object is expected; fetch the file again"
+        )
+    return content
+
+
+class _Fields:
+    """Typed look-ups in a configuration; every error names the file."""
+
+    def __init__(self, content: Mapping[str, Any], path: Path) -> None:
+        self.content, self.path = content, path
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._given(name, default)
+        if type(value) is not int or value <= 0:
+            raise self._malformed(name, value, "a positive integer")
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        value = self._given(name, default)
+        if type(value) not in (int, float) or value <= 0:
+            raise self._malformed(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._given(name, default=False)
+        if type(value) is not bool:
+            raise self._malformed(name, value, "true or false")
+        return value
+
+    def tokens(self, name: str) -> tuple[int, ...]:
+        """One token id, a list of them, or none."""
+        value = self._given(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise self._malformed(name, value, "a token id or a list of token ids")
+        return tuple(ids)
+
+    def rotary(self) -> _Fields:
+        """Base and scaling of the rotary embedding, in the form of transformers 5 or of earlier ones."""
+        merged = {"rope_theta": self.content.get("rope_theta")}
+        for name in ("rope_scaling", "rope_parameters"):
+            section = self._given(name, {})
+            if not isinstance(section, dict):
+                raise self._malformed(name, section, "an object")
+            merged |= section
+        return _Fields(merged, self.path)
+
+    def require(self, name: str, value: object, good: Sequence[object]) -> None:
+        """Refuses what the decoder does not compute."""
+        if value not in good:
+            choices = ", ".join(map(str, good))
+            raise ModelError(
+                f"{self.path}: {name} is {value}; supported: {choices}; open a model that has one of these"
+            )
+
+    def _given(self, name: str, default: Any) -> Any:
+        value = self.content.get(name)
+        return default if value is None else value
+
+    def _malformed(self, name: str, value: object, good: str) -> ModelError:
+        fact = "missing" if value is None else repr(value)
+        return ModelError(f"{self.path}: {name} is {fact}, {good} is expected; fetch the file again")
+
+
+def _parse(fields: _Fields, generation: _Fields) -> ModelConfig:
+    content = fields.content
+    architectures = content.get("architectures") or ["missing"]
+    fields.require("architectures", architectures[0], ARCHITECTURES)
+    if "quantization_config" in content:
+        method = (content["quantization_config"] or {}).get("quant_method", "unknown")
+        raise ModelError(
+            f"{fields.path}: the checkpoint is quantised ({method}); supported: float32, float16, bfloat16 "
+            "weights; open the unquantised model"
+        )
+    fields.require("hidden_act", content.get("hidden_act", "silu"), ["silu"])
+    fields.require("use_sliding_window", fields.flag("use_sliding_window"), [False])
+    rotary = fields.rotary()
+    kind = rotary.content.get("rope_type") or rotary.content.get("type") or "default"
+    fields.require("rope_type", kind, ["default", "llama3"])
+    fields.require("partial_rotary_factor", rotary.real("partial_rotary_factor", 1.0), [1.0])
+    qwen3 = architectures[0] == "Qwen3ForCausalLM"
+    heads = fields.integer("num_attention_heads")
+    starts = fields.tokens("bos_token_id")
+    return ModelConfig(
+        architecture=architectures[0],
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=fields.integer("head_dim", 128 if qwen3 else fields.integer("hidden_size") // heads),
+        max_position=fields.integer("max_position_embeddings"),
+        rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
+        rope_theta=rotary.real("rope_theta", 10000.0),
+        rope_scaling=None if kind == "default" else _llama3_scaling(rotary),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        qk_norm=qwen3,
+        attention_bias=fields.flag("attention_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+        bos_token_id=starts[0] if starts else None,
+        eos_token_ids=generation.tokens("eos_token_id") or fields.tokens("eos_token_id"),
+    )
+
+
+def _llama3_scaling(rotary: _Fields) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=rotary.real("factor"),
+        low_freq_factor=rotary.real("low_freq_factor"),
+        high_freq_factor=rotary.real("high_freq_factor"),
+        original_max_position=rotary.integer("original_max_position_embeddings"),
+    )
+
+
+def _qwen3(**shape: Any) -> ModelConfig:
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151936,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=40960,
+        rope_theta=1e6,
+        qk_norm=True,
+        bos_token_id=151643,
+        eos_token_ids=(151645, 151643),
+        **shape,
+    )
+
+
+PRESETS: Final[Mapping[str, ModelConfig]] = MappingProxyType(
+    {
+        "qwen3-0.6b": _qwen3(
+            hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True
+        ),
+        "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32),
+        "llama-3.1-8b": ModelConfig(
+            architecture="LlamaForCausalLM",
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_position=131072,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192),
+            bos_token_id=128000,
+            eos_token_ids=(128001,),
+        ),
+    }
+)
+"""The published shapes that the lab builds with random weights: speed does not need trained ones."""

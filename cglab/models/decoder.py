@@ -1,0 +1,210 @@
+"""The decoder of the Qwen3 and Llama family, on one flattened token axis.
+
+What is computed is that of the Hugging Face checkpoints; how is chosen for capture: every step is tensor in,
+tensor out, with no host read, no shape that depends on data and no tensor made from Python values, so that a
+recording of any kind holds it. Only ``attend`` knows where keys and values live. Projections that read the
+same input are one matrix (query, key and value; gate and up), and the rotary turn and the per-head norm run
+over query and key heads at once: a decode step is mostly launches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from cglab.models.config import Llama3Scaling, ModelConfig
+
+
+class Attend(Protocol):
+    """Attention over whatever cache it holds: stores this step's keys and values and reads those before."""
+
+    def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attends in one layer.
+
+        Args:
+            layer_index: which decoder block asks.
+            query: [T, heads, head_dim], already turned to its position.
+            key: [T, kv_heads, head_dim], already turned to its position.
+            value: [T, kv_heads, head_dim].
+
+        Returns:
+            [T, heads * head_dim], in the dtype of ``query``.
+        """
+        ...
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None) -> Tensor:
+    """The angle that one position adds to each pair of a head.
+
+    Args:
+        head_dim: width of a head.
+        theta: base of the geometric series.
+        scaling: the Llama 3.1 stretch, or None.
+
+    Returns:
+        [head_dim / 2] float32 on the CPU, in radians per token.
+    """
+    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    if scaling is None:
+        return frequency
+    # How many turns a pair makes within the original context says how much of the stretch it gets.
+    turns = scaling.original_max_position * frequency / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return kept * frequency + (1.0 - kept) * frequency / scaling.factor
+
+
+def rotary_table(config: ModelConfig) -> Tensor:
+    """Cosines and signed sines of every position, side by side so that one gather fetches both.
+
+    Args:
+        config: the shape of the decoder.
+
+    Returns:
+        [max_position, 2, head_dim] float32 on the CPU: row p holds cos, then sin with the first half negated,
+        for position p.
+    """
+    frequency = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    position = torch.arange(config.max_position, dtype=torch.float32, device="cpu")
+    angle = torch.outer(position, frequency)
+    cosine, sine = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)), dim=1)
+
+
+def rotate(heads: Tensor, turn: Tensor) -> Tensor:
+    """Turns heads to their positions.
+
+    Args:
+        heads: [T, n, head_dim].
+        turn: [T, 2, head_dim], rows of ``rotary_table``.
+
+    Returns:
+        [T, n, head_dim] in the dtype of ``heads``.
+    """
+    cosine, sine = turn.to(heads.dtype).unsqueeze(2).unbind(1)
+    # With the sine's sign in the table, the rotation by halves is a plain roll.
+    return torch.addcmul(heads * cosine, heads.roll(heads.shape[-1] // 2, dims=-1), sine)
+
+
+class Attention(nn.Module):
+    """Projections, per-head norm and rotary turn around an ``attend`` callable."""
+
+    def __init__(self, config: ModelConfig, **place: Any) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.eps = config.rms_norm_eps
+        turned = self.heads + self.kv_heads
+        width = (turned + self.kv_heads) * self.head_dim
+        self.qkv = skip_init(nn.Linear, config.hidden_size, width, bias=config.attention_bias, **place)
+        output_in = self.heads * self.head_dim
+        self.output = skip_init(nn.Linear, output_in, config.hidden_size, bias=config.attention_bias, **place)
+        # One row per turned head: a checkpoint's query norm repeated, then its key norm repeated.
+        self.head_norm = nn.Parameter(torch.empty(turned, self.head_dim, **place)) if config.qk_norm else None
+
+    def forward(self, hidden: Tensor, turn: Tensor, layer_index: int, attend: Attend) -> Tensor:
+        """Hidden states [T, hidden_size] from normed ones; ``turn`` holds the rows of the rotary table."""
+        qkv = self.qkv(hidden).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        turned = qkv[:, : self.heads + self.kv_heads]
+        if self.head_norm is not None:
+            # The values are normalised too and not used: that keeps the input contiguous, which saves a copy.
+            normed = F.rms_norm(qkv, (self.head_dim,), eps=self.eps)
+            turned = normed[:, : self.heads + self.kv_heads] * self.head_norm
+        query, key = rotate(turned, turn).split((self.heads, self.kv_heads), dim=1)
+        value = qkv[:, self.heads + self.kv_heads :]
+        return self.output(attend(layer_index, query, key, value))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))`` with gate and up in one matrix."""
+
+    def __init__(self, config: ModelConfig, **place: Any) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = skip_init(nn.Linear, hidden, 2 * inner, bias=bias, **place)
+        self.down = skip_init(nn.Linear, inner, hidden, bias=bias, **place)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [T, hidden_size] from normed ones."""
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, **place: Any) -> None:
+        super().__init__()
+        self.attention_norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
+        self.attention = Attention(config, **place)
+        self.feed_forward_norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
+        self.feed_forward = FeedForward(config, **place)
+
+    def forward(self, hidden: Tensor, turn: Tensor, layer_index: int, attend: Attend) -> Tensor:
+        """The residual stream [T, hidden_size] after this block."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), turn, layer_index, attend)
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model.
+
+    The parameters are uninitialised memory: ``loading.load_model`` fills them from a checkpoint or a seed.
+
+    Args:
+        config: the shape.
+        device: where the parameters are allocated.
+        dtype: their dtype, and that of the rotary tables.
+    """
+
+    rotary: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": device or "cpu", "dtype": dtype or torch.get_default_dtype()}
+        self.config = config
+        self.embedding = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **place)
+        self.blocks = nn.ModuleList(Block(config, **place) for _ in range(config.num_layers))
+        self.norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
+        tied = config.tie_embeddings
+        size = (config.hidden_size, config.vocab_size)
+        self.head = None if tied else skip_init(nn.Linear, *size, bias=False, **place)
+        self.register_buffer("rotary", rotary_table(config).to(**place), persistent=False)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Runs every block.
+
+        Args:
+            input_ids: [T] int64, tokens of all requests one after the other.
+            positions: [T] int64, each token's position in its own request, below ``max_position``.
+            attend: attention over the cache; see ``Attend``.
+
+        Returns:
+            [T, hidden_size]: the normed hidden states, in the parameters' dtype.
+        """
+        hidden = self.embedding(input_ids)
+        turn = self.rotary.index_select(0, positions)
+        for layer_index, block in enumerate(self.blocks):
+            hidden = block(hidden, turn, layer_index, attend)
+        return self.norm(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token.
+
+        Args:
+            hidden: [T, hidden_size], rows of what ``forward`` returned.
+
+        Returns:
+            [T, vocab_size], in the parameters' dtype.
+        """
+        return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)

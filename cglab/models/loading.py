@@ -1,0 +1,107 @@
+"""Opens a model by name: shipped, from a folder, from the hub, or a published shape with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from cglab.errors import ModelError
+from cglab.models.checkpoint import check_shards, read_shards, shard_files
+from cglab.models.config import PRESETS, ModelConfig
+from cglab.models.decoder import Decoder
+from cglab.models.sources import find_folder
+from cglab.models.tokenizer import Tokenizer
+
+
+class LoadedModel(NamedTuple):
+    """A model ready to run.
+
+    Attributes:
+        model: the decoder, on its device, in evaluation mode and without gradients.
+        config: its shape.
+        tokenizer: its tokenizer; None if the folder has none.
+        weights: where the weights come from.
+    """
+
+    model: Decoder
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    weights: Literal["trained", "random"]
+
+
+def load_model(
+    name_or_folder: str | Path, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> LoadedModel:
+    """Opens a model.
+
+    Args:
+        name_or_folder: a preset (random weights, byte-level tokenizer), a shipped model, a Hugging Face
+            folder, or a hub id.
+        device: where the weights go; they are created there, never moved.
+        dtype: dtype of the weights and of the computation.
+        seed: of random weights; the same seed gives the same weights on the same kind of device.
+
+    Returns:
+        The model with its shape, tokenizer and the origin of its weights.
+
+    Raises:
+        ModelError: if there is no such model, or it is damaged, incomplete or of an unsupported kind. No
+            memory stays allocated.
+    """
+    if config := PRESETS.get(str(name_or_folder)):
+        model = random_model(config, device=device, dtype=dtype, seed=seed)
+        return LoadedModel(model, config, Tokenizer.byte_level(config.vocab_size), "random")
+    folder = find_folder(name_or_folder)
+    config = ModelConfig.from_folder(folder)
+    shards = shard_files(folder)
+    check_shards(shards, config)
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
+            "they are of different models; fetch both again"
+        )
+    model = Decoder(config, device=device, dtype=dtype)
+    try:
+        read_shards(shards, model)
+    except BaseException:
+        model.to("meta")  # the traceback holds the model: let go of its memory
+        raise
+    return LoadedModel(model.eval().requires_grad_(requires_grad=False), config, tokenizer, "trained")
+
+
+@torch.no_grad()
+def random_model(
+    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> Decoder:
+    """Makes a decoder with random weights, in place on its device.
+
+    Every matrix has the deviation that keeps the size of what it multiplies; those that add to the residual
+    stream are scaled down by its depth, so that activations stay near one at any depth.
+
+    Args:
+        config: the shape.
+        device: where the weights are created.
+        dtype: their dtype.
+        seed: the same seed gives the same weights on the same kind of device.
+
+    Returns:
+        The decoder, in evaluation mode and without gradients.
+    """
+    model = Decoder(config, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            deviation = parameter.shape[-1] ** -0.5
+            if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+                deviation *= (2 * config.num_layers) ** -0.5
+            if name == "embedding.weight" and not config.tie_embeddings:
+                deviation = 1.0
+            parameter.normal_(0.0, deviation, generator=generator)
+    return model

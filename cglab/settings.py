@@ -1,0 +1,113 @@
+"""The one reader of environment variables: every setting, its good values and its default.
+
+| variable | good values | default |
+| --- | --- | --- |
+| ``CGLAB_DEVICE`` | ``auto``, ``cpu``, ``cuda`` | ``auto``: CUDA where there is a device, else the CPU |
+| ``CGLAB_MODEL`` | a preset, a model folder or a hub id | ``pico-gqa`` |
+| ``CGLAB_DATA`` | an existing folder | ``data`` in the repository |
+
+A value that is not good, and a ``CGLAB_`` variable that is not in the table, is an error and never a guess: a
+misspelt ``CGLAB_DEVICE`` would otherwise measure the wrong machine in silence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cglab.errors import DeviceError, ToggleError
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICES = ("auto", "cpu", "cuda")
+VARIABLES = ("CGLAB_DATA", "CGLAB_DEVICE", "CGLAB_MODEL")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment asks for.
+
+    Attributes:
+        device: ``auto``, ``cpu`` or ``cuda``; :func:`device` resolves it.
+        model: the model that notebooks and commands run; whether it exists is for the loader to say.
+        data: folder of shipped models, published tables and recorded results.
+    """
+
+    device: str
+    model: str
+    data: Path
+
+
+def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """Read every setting, without touching a device.
+
+    Args:
+        environment: variables to read; the process's own if left out. An empty value counts as not set.
+
+    Raises:
+        ToggleError: a variable is unknown or has a value that is not good.
+    """
+    variables = os.environ if environment is None else environment
+    unknown = sorted(name for name in variables if name.startswith("CGLAB_") and name not in VARIABLES)
+    if unknown:
+        message = f"{unknown[0]} is not a setting; the settings are {', '.join(VARIABLES)}"
+        raise ToggleError(message)
+    requested = variables.get("CGLAB_DEVICE") or "auto"
+    if requested not in DEVICES:
+        message = f"CGLAB_DEVICE={requested!r} is not a device setting; good values are {', '.join(DEVICES)}"
+        raise ToggleError(message)
+    folder = variables.get("CGLAB_DATA")
+    data = Path(folder) if folder else Path(__file__).resolve().parent.parent / "data"
+    if folder and not data.is_dir():
+        message = (
+            f"CGLAB_DATA={folder!r} is not a folder; name an existing folder, "
+            "or unset it to use the repository's own data/"
+        )
+        raise ToggleError(message)
+    return Settings(device=requested, model=variables.get("CGLAB_MODEL") or "pico-gqa", data=data)
+
+
+def device(settings: Settings | None = None) -> torch.device:
+    """Resolve the device to work on; the first call may initialise CUDA.
+
+    Args:
+        settings: as read before; read from the environment if left out.
+
+    Returns:
+        The CPU, or the current CUDA device with its index.
+
+    Raises:
+        DeviceError: CUDA is asked for and there is no device.
+        ToggleError: as :func:`read_settings`.
+    """
+    return named_device((settings or read_settings()).device)
+
+
+def named_device(requested: str) -> torch.device:
+    """The device of a name: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
+
+    Raises:
+        DeviceError: there is no such device here.
+    """
+    # Here, so that reading settings stays free of torch.
+    import torch
+
+    if requested == "cpu":
+        return torch.device("cpu")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if requested == "auto" and not found:
+        return torch.device("cpu")
+    if requested in ("auto", "cuda") and found:
+        return torch.device("cuda", torch.cuda.current_device())
+    if requested in [f"cuda:{index}" for index in range(found)]:
+        return torch.device(requested)
+    good = ["auto", "cpu", *(["cuda"] if found else []), *(f"cuda:{index}" for index in range(found))]
+    message = (
+        f"device {requested!r} is not here: torch {torch.__version__} finds {found} CUDA device(s); "
+        f"good values are {', '.join(good)}"
+    )
+    raise DeviceError(message)

@@ -1,0 +1,62 @@
+"""`make` comes first for a newcomer: it finds a Python, says when there is none, and keeps Jupyter local."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+def make(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # These tests may run under `make test`, whose own flags are not theirs.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }
+    command = ["make", *arguments]
+    return subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.fixture
+def old_python(tmp_path):
+    """An interpreter that says it is too old."""
+    script = tmp_path / "old-python"
+    script.write_text("#!/bin/sh\nexit 1\n")
+    script.chmod(0o755)
+    return script
+
+
+def test_no_fitting_python_is_said_clearly(root, tmp_path, old_python):
+    run = make(root, "check", f"VENV={tmp_path / 'venv'}", f"PYTHON=no-such-python {old_python}")
+    assert run.returncode != 0
+    assert "needs Python 3.11 or newer" in run.stderr
+    assert "make PYTHON=" in run.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize("target", ["demo", "lab", "test", "notebooks", "refresh", "check", "soak"])
+def test_every_command_is_listed_and_makes_the_environment_first(root, tmp_path, target):
+    assert f"\n{target}\t" in make(root, "help").stdout
+    plan = make(root, "--dry-run", target, f"VENV={tmp_path / 'venv'}").stdout
+    assert "--constraint constraints.txt --editable '.[dev]'" in plan
+
+
+def test_environment_is_not_installed_again_until_its_parts_change(root, tmp_path):
+    stamp = tmp_path / ".installed"
+    stamp.touch()
+    assert "pip install" not in make(root, "--dry-run", "check", f"VENV={tmp_path}").stdout
+    plan = make(root, "--dry-run", "check", f"VENV={tmp_path}", "--what-if=constraints.txt").stdout
+    assert "pip install" in plan
+
+
+def test_lab_stays_on_this_machine_and_keeps_its_token(root):
+    plan = make(root, "--dry-run", "lab").stdout
+    assert "jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb --ip=127.0.0.1" in plan
+    assert "token" not in plan
+
+
+def test_pytest_runs_last_in_make_test(root):
+    plan = make(root, "--dry-run", "test").stdout.strip().splitlines()
+    assert plan[-1].endswith("-m pytest --timeout=300")
+    assert any(line.endswith("lint-imports") for line in plan)

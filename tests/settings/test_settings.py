@@ -1,0 +1,65 @@
+"""Every variable has good values, and anything else is an error that names them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cglab.errors import DeviceError, ToggleError
+from cglab.settings import Settings, device, read_settings
+
+
+def test_defaults(root):
+    assert read_settings({}) == Settings(device="auto", model="pico-gqa", data=root / "data")
+    assert read_settings({"CGLAB_DEVICE": "", "CGLAB_MODEL": "", "CGLAB_DATA": ""}) == read_settings({})
+
+
+def test_every_variable_is_read(tmp_path):
+    given = {"CGLAB_DEVICE": "cpu", "CGLAB_MODEL": "qwen3-8b", "CGLAB_DATA": str(tmp_path)}
+    assert read_settings(given) == Settings(device="cpu", model="qwen3-8b", data=tmp_path)
+
+
+def test_the_process_environment_is_read(monkeypatch):
+    monkeypatch.setenv("CGLAB_MODEL", "llama-3.1-8b")
+    assert read_settings().model == "llama-3.1-8b"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"CGLAB_DEVICE": "gpu"}, ["CGLAB_DEVICE", "'gpu'", "auto, cpu, cuda"]),
+        ({"CGLAB_DEVICE": "CUDA"}, ["'CUDA'", "auto, cpu, cuda"]),
+        ({"CGLAB_DATA": "no/such/folder"}, ["CGLAB_DATA", "'no/such/folder'", "existing folder"]),
+        ({"CGLAB_DEVCIE": "cpu"}, ["CGLAB_DEVCIE", "CGLAB_DATA, CGLAB_DEVICE, CGLAB_MODEL"]),
+    ],
+)
+def test_bad_value_names_variable_value_and_good_values(given, said):
+    with pytest.raises(ToggleError) as caught:
+        read_settings(given)
+    assert all(word in str(caught.value) for word in said)
+
+
+def asked(name: str) -> Settings:
+    return Settings(device=name, model="pico-gqa", data=Path())
+
+
+@pytest.mark.parametrize(
+    ("name", "present", "expected"),
+    [
+        ("cpu", True, torch.device("cpu")),
+        ("cpu", False, torch.device("cpu")),
+        ("auto", False, torch.device("cpu")),
+        ("auto", True, torch.device("cuda", 1)),
+        ("cuda", True, torch.device("cuda", 1)),
+    ],
+)
+def test_device_is_what_is_asked_for_and_there(monkeypatch, name, present, expected):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: present)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    assert device(asked(name)) == expected
+
+
+def test_cuda_that_is_not_there_is_an_error_not_the_cpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(DeviceError, match=r"CGLAB_DEVICE='cuda'.*auto, cpu"):
+        device(asked("cuda"))
