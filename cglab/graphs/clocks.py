@@ -80,8 +80,8 @@ class WallClock:
 
 class _EventRegion:
     def __init__(self) -> None:
-        self.start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self.end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.start = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True)
         self.closed = False
 
     @property

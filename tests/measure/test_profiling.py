@@ -51,6 +51,7 @@ def test_wrong_arguments_are_refused():
         profile(step, device=f"cuda:{torch.cuda.device_count()}")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_profile_of_eager_and_replayed_steps():
     """The same 100 kernels eager and replayed: one launch, as much busy time, the predicted gap."""
