@@ -80,8 +80,7 @@ class WallClock:
 
 class _EventRegion:
     def __init__(self) -> None:
-        self.start = torch.cuda.Event(enable_timing=True)
-        self.end = torch.cuda.Event(enable_timing=True)
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.closed = False
 
     @property
