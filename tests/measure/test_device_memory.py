@@ -54,7 +54,6 @@ def test_cuda_memory_is_read_when_the_device_is_idle(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_memory_of_a_tensor():
     before = memory_now("cuda")
     kept = torch.zeros(1 << 20, device="cuda")

@@ -59,6 +59,10 @@ def test_b83_no_prediction_without_device_records():
 def test_a_wall_time_below_the_busy_time_is_refused():
     with pytest.raises(InputError, match="cannot hold"):
         predict_gain(eager_step(), wall_us=90.0)
+    # Busy is from another run: a step that waits for nothing may come out a little shorter.
+    full = predict_gain(eager_step(), wall_us=99.0)
+    assert full.gain_us == pytest.approx(-1.0)
+    assert outcome(full, 98.5).verdict == "as predicted"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,6 @@ def test_wrong_arguments_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_profile_of_eager_and_replayed_steps():
     """The same 100 kernels eager and replayed: one launch, as much busy time, the predicted gap."""
     x = torch.randn(256, 256, device="cuda")

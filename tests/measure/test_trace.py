@@ -1,16 +1,12 @@
 """Reading traces: hand-made ones, and one of torch.profiler on the CPU."""
 
 import gzip
-import itertools
 import json
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cglab.errors import InputError, ResultsError
-from cglab.measure.intervals import length, union, within
 from cglab.measure.trace_file import load_trace, parse_trace
 
 
@@ -309,43 +305,3 @@ def test_a_profiler_object_on_the_cpu():
     # Outermost operations only: aten::mm runs inside aten::matmul.
     assert "aten::matmul" in names
     assert "aten::mm" not in names
-
-
-def naive_union_length(intervals):
-    """Counts the unit cells that any interval covers."""
-    return sum(any(start <= cell < end for start, end in intervals) for cell in range(60))
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 40), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=12
-    )
-)
-def test_union_against_counting(intervals):
-    merged = union(intervals)
-    assert length(merged) == naive_union_length(intervals)
-    assert all(before[1] < after[0] for before, after in itertools.pairwise(merged))
-    for point in range(60):
-        assert within(point, merged) == any(a <= point <= b for a, b in intervals if b > a)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(0, 20), st.integers(1, 3)), max_size=10
-    ),
-)
-def test_idle_is_always_wall_minus_busy(launches):
-    events = [span("step", 0, 35)]
-    for number, (at, wait, duration, stream) in enumerate(launches, start=1):
-        events += [
-            host("cudaLaunchKernel", at, 1, number),
-            device(at + wait, duration, number, stream=stream),
-        ]
-    trace = parse_trace(events).window("step")
-    if not launches:
-        assert trace.idle() is None
-        return
-    for stream in (None, *trace.streams()):
-        assert trace.idle(stream).total == pytest.approx(trace.wall_us - trace.busy_us(stream))
