@@ -63,6 +63,12 @@ def test_records_of_all_files_come_in_order_of_time(tmp_path):
     assert [each.id for each in load(tmp_path / "a.jsonl").records] == ["id2", "id4"]
 
 
+def test_the_data_folder_of_the_settings_is_the_default(tmp_path, monkeypatch):
+    append(tmp_path / "results" / "a.jsonl", [record(1)])
+    monkeypatch.setenv("CGLAB_DATA", str(tmp_path))
+    assert load().records == (record(1),)
+
+
 def test_only_cuda_times_are_times_of_graphs():
     assert record().shows_graph_times
     assert not record(device=Device("a CPU", "cpu")).shows_graph_times
