@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from cglab.errors import (
-    AddressError, CaptureError, CaptureMemoryError, ClosedError, PoolBusyError, SlotError,
+    AddressError, CaptureError, CaptureMemoryError, ClosedError, OutputStructureError, PoolBusyError, SlotError,
 )  # fmt: skip
 from cglab.graphs.address import AddressContract
 from cglab.graphs.backends import BACKENDS, Backend, CaptureCost, check_backend
@@ -163,7 +163,7 @@ class Captured:
                     for rest in self.buckets:  # the same function fails at every size
                         self.failures.setdefault(self.key(rest), str(error))
                     break
-        self._rows = self._trim_rule()
+            self._rows = self._trim_rule()
 
     def _capture_bucket(self, size: int, prepare: Callable[[dict[str, Tensor]], None] | None) -> CaptureError | None:
         backend, key = self._backend, self.key(size)
@@ -206,8 +206,10 @@ class Captured:
         if len(keys) == 1 and keys[0].size > 1:  # one size cannot tell rows from a coincidence: look at another
             size = keys[0].size - 1
             views = self.buffers.view(size, self._present)
-            output = self._recorder.shape_of(self._step(views))
-            leaves = tree_flatten(output)[0]
+            try:
+                leaves = tree_flatten(self._recorder.shape_of(self._step(views)))[0]
+            except CaptureError:
+                return None  # the function runs at this one size only: see trim
             shapes[self.key(size)] = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         if len(shapes) == 1:
             return [None] * len(next(iter(shapes.values())))  # a single bucket of one row is never padded
@@ -300,9 +302,18 @@ class Captured:
         return output
 
     def trim(self, output: Stored, live: int, size: int) -> Any:
-        """The output with padded rows cut off (B32)."""
-        if live == size or self._rows is None:
+        """The output with padded rows cut off (B32).
+
+        Raises:
+            OutputStructureError: if there are padded rows and nothing tells which rows of the output they are.
+        """
+        if live == size:
             leaves = list(output.leaves)
+        elif self._rows is None:
+            raise OutputStructureError(
+                f"{self.name} ran {live} rows padded to {size}, and how its output grows is not known",
+                advice="capture at least two sizes, or call it with exactly the captured size",
+            )
         else:
             leaves = [
                 leaf if rows is None else leaf[: live * rows]
