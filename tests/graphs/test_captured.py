@@ -407,3 +407,13 @@ def test_memory_has_one_line_for_each_bucket(device):
         assert sum(line["pool_bytes"] for line in ledger[1:]) == 0, "smaller buckets fit into what the largest left"
     with contextlib.suppress(ClosedError):
         captured(x=rows(device, 1))
+
+
+def test_b32_a_function_of_one_size_only_is_never_handed_out_untrimmed(device):
+    def step(x):
+        return x.view(4, 3) * 2
+
+    with cglab.capture(step, slots=X, buckets=(4,)) as captured:
+        assert torch.equal(captured(x=rows(device, 4)), rows(device, 4) * 2)
+        with pytest.raises(OutputStructureError, match=r"3 rows padded to 4(?s:.*)capture at least two sizes"):
+            captured(x=rows(device, 3))
