@@ -76,11 +76,19 @@ class AddressContract:
         try:
             now = list(map(Tensor.data_ptr, map(dict.__getitem__, self._tables, self._keys)))
         except (KeyError, TypeError):
-            now = [0 if (t := table.get(key)) is None else t.data_ptr() for table, key in zip(self._tables, self._keys, strict=True)]
+            now = [
+                0 if (t := table.get(key)) is None else t.data_ptr()
+                for table, key in zip(self._tables, self._keys, strict=True)
+            ]
         if now != self._expected or self._children != self._expected_children:
-            moved = [name for name, old, new in zip(self._names, self._expected, now, strict=True) if old != new]
+            moved = [
+                name for name, old, new in zip(self._names, self._expected, now, strict=True) if old != new
+            ]
             families = zip(self._parents, self._expected_children, self._children, strict=True)
-            moved += [f"{p}.{child}" for p, old, new in families for child in {**old, **new} if old.get(child) is not new.get(child)]
+            moved += [
+                f"{parent}.{child}" for parent, old, new in families for child in old | new
+                if old.get(child) is not new.get(child)
+            ]  # fmt: skip
             shown = ", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
             raise AddressError(
                 f"memory that the recording reads has moved: {shown}. Copy new values in place "

@@ -1,4 +1,4 @@
-"""A step with its recordings: the five verbs, and the loop that captures every bucket.
+"""A step with its recordings, as five verbs.
 
 ``can_run`` decides, ``pad`` picks the bucket, ``load`` fills the static buffers, ``replay`` runs, ``trim`` cuts the
 result to the live rows. Everything that knows about buckets, padding and keys is here, once; runners add what a
@@ -8,72 +8,30 @@ phase of the model needs.
 from __future__ import annotations
 
 import atexit
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from cglab.errors import (
-    AddressError, CaptureError, CaptureMemoryError, ClosedError, OutputStructureError, PoolBusyError, SlotError,
-)  # fmt: skip
+from cglab.errors import ClosedError, OutputStructureError, PoolBusyError
 from cglab.graphs.address import AddressContract
-from cglab.graphs.backends import BACKENDS, Backend, CaptureCost, check_backend
-from cglab.graphs.breaks import BreakCall, capturing
-from cglab.graphs.buckets import smallest_bucket, within_ceiling
+from cglab.graphs.backends import BACKENDS, CaptureCost, check_backend
+from cglab.graphs.breaks import capturing
 from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.graphs.dispatch import choose_bucket, live_size
 from cglab.graphs.keys import ShapeKey
-from cglab.graphs.outputs import LiveView, Stored, rows_per_size
-from cglab.graphs.recorder import Pool, Recorder, Segment, recorder_for
-from cglab.graphs.selfcheck import Vary, self_check, vary_rows
+from cglab.graphs.options import MANY_SHAPES, ManyShapesWarning, Options
+from cglab.graphs.outputs import LiveView, Stored
+from cglab.graphs.recorder import Pool, Recorder, recorder_for
+from cglab.graphs.recordings import Prepare, Recordings
 from cglab.graphs.slots import Padding, SharedBuffers, Slot, StaticBuffers
 
-log = logging.getLogger("cglab.graphs")
 _alive: weakref.WeakSet[Captured] = weakref.WeakSet()
-MANY_SHAPES = 8
-
-
-class CaptureFailedWarning(UserWarning):
-    """A capture failed, and the step runs eager from now on."""
-
-
-class ManyShapesWarning(UserWarning):
-    """Many different sizes ran eager: the buckets do not fit the workload (B57)."""
-
-
-@dataclass
-class Options:
-    """How a step is captured; every field has the lab's default.
-
-    Attributes:
-        backend: full, breakable or eager.
-        padding: pad up to a bucket; without it only exact sizes replay.
-        waste_ceiling: refuse a bucket above this multiple of the live rows (P7); None admits all.
-        inline_breaks: record breaks as they stand in a full capture.
-        warmups: fixed number of warm-ups for every shape; None for the policy.
-        self_check: end a capture with the self-check; None means on the tape only.
-        vary: how the self-check changes inputs.
-        clone: hand out copies instead of views.
-        debug: hand out views that refuse to be read once they are stale (B20).
-        strict: raise when a capture fails, instead of running eager with the reason.
-    """
-
-    backend: str = "full"
-    padding: bool = True
-    waste_ceiling: float | None = None
-    inline_breaks: bool = False
-    warmups: int | None = None
-    self_check: bool | None = None
-    vary: Vary = vary_rows
-    clone: bool = False
-    debug: bool = False
-    strict: bool = False
-    after_warmup: Callable[[], None] | None = None
 
 
 @dataclass
@@ -111,17 +69,16 @@ class Captured:
         self._own_pool = self.pool is None
         self._pool = self.pool or self._recorder.new_pool()
         self.buffers = StaticBuffers(self.slots, self.buckets[-1], self.device, self.shared)
-        self._present: frozenset[str] | None = None
-        self._backend: Backend | None = None
-        if self.options.backend in BACKENDS:
-            self._backend = BACKENDS[self.options.backend](
-                self._recorder, self._pool, inline_breaks=self.options.inline_breaks, warmups=self.options.warmups
+        self._recordings = (
+            Recordings(
+                self.name, self.function, self.buffers, self.options,
+                recorder=self._recorder, pool=self._pool, variant=self.variant,
             )
+            if self.options.backend in BACKENDS
+            else None
+        )  # fmt: skip
         self.counts = Coverage()
-        self.ledger: list[CaptureCost] = []
-        self.failures: dict[ShapeKey, str] = {}
         self._tried = False
-        self._rows: list[int | None] | None = None
         self._generation = 0
         self._eager_sizes: set[int] = set()
         self._closed = False
@@ -130,11 +87,28 @@ class Captured:
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
-    def key(self, size: int) -> ShapeKey:
-        """The key of a bucket; the only place where one is made."""
-        return ShapeKey(size, self.variant)
+    @property
+    def recordings(self) -> Recordings:
+        """What is recorded.
 
-    def capture(self, prepare: Callable[[dict[str, Tensor]], None] | None = None, *, absent: Sequence[str] = ()) -> None:
+        Raises:
+            ClosedError: for a step on the eager backend.
+        """
+        if self._recordings is None:
+            raise ClosedError(f"{self.name} runs eager: nothing is recorded; choose another backend")
+        return self._recordings
+
+    @property
+    def ledger(self) -> list[CaptureCost]:
+        """What each captured bucket cost; empty on the eager backend."""
+        return self._recordings.ledger if self._recordings else []
+
+    @property
+    def failures(self) -> dict[ShapeKey, str]:
+        """Why a bucket has no recording, by key."""
+        return self._recordings.failures if self._recordings else {}
+
+    def capture(self, prepare: Prepare | None = None, *, absent: Sequence[str] = ()) -> None:
         """Records every bucket, largest first. Smaller buckets survive when a larger one fails.
 
         Args:
@@ -146,113 +120,18 @@ class Captured:
         """
         self._require_open()
         self._tried = True
-        if self._backend is None:
-            return
-        self._present = frozenset(self.slots) - frozenset(absent)
-        self.buffers.reset()
-        with self._backend.capture_session():
-            for size in reversed(self.buckets):
-                error = self._capture_bucket(size, prepare)
-                if error is None:
-                    continue
-                self.failures[self.key(size)] = str(error)
-                if self.options.strict:
-                    raise error
-                warnings.warn(CaptureFailedWarning(f"{self.name}, bucket {size}: {error}"), stacklevel=3)
-                if not isinstance(error, CaptureMemoryError):
-                    for rest in self.buckets:  # the same function fails at every size
-                        self.failures.setdefault(self.key(rest), str(error))
-                    break
-            self._rows = self._trim_rule()
-
-    def _capture_bucket(self, size: int, prepare: Callable[[dict[str, Tensor]], None] | None) -> CaptureError | None:
-        backend, key = self._backend, self.key(size)
-        assert backend is not None and self._present is not None  # noqa: S101, PT018 - set by capture
-        views = self.buffers.view(size, self._present)
-        if prepare is not None:
-            prepare(views)
-        step = self._step(views)
-        try:
-            cost = backend.capture_one(key, step, keep_alive=tuple(views.values()), after_warmup=self.options.after_warmup)
-            check = self.options.self_check
-            if check or (check is None and self._recorder.name == "tape"):
-                try:
-                    self_check(key, views, step, lambda: self._raw_replay(key), self.options.vary)
-                except CaptureError:
-                    backend.drop(key)
-                    raise
-        except CaptureError as error:
-            return error
-        self.failures.pop(key, None)
-        self.ledger = [c for c in self.ledger if c.key != key] + [cost]
-        return None
-
-    def _step(self, views: dict[str, Tensor]) -> Callable[[], Any]:
-        missing = dict.fromkeys(self.slots.keys() - (self._present or frozenset()))
-        return lambda: self.function(**views, **missing)
-
-    def _raw_replay(self, key: ShapeKey) -> Any:
-        assert self._backend is not None  # noqa: S101 - only called with a recording
-        for step in self._backend.artifact(key).steps:
-            step.replay()
-        return self._backend.artifact(key).output.tree()
-
-    def _trim_rule(self) -> list[int | None] | None:
-        assert self._backend is not None  # noqa: S101 - only called by capture
-        keys = self._backend.keys
-        if not keys:
-            return None
-        shapes = {key: _shapes(self._backend.artifact(key).output) for key in keys}
-        if len(keys) == 1 and keys[0].size > 1:  # one size cannot tell rows from a coincidence: look at another
-            size = keys[0].size - 1
-            views = self.buffers.view(size, self._present)
-            try:
-                leaves = tree_flatten(self._recorder.shape_of(self._step(views)))[0]
-            except CaptureError:
-                return None  # the function runs at this one size only: see trim
-            shapes[self.key(size)] = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        if len(shapes) == 1:
-            return [None] * len(next(iter(shapes.values())))  # a single bucket of one row is never padded
-        return rows_per_size(shapes)
+        if self._recordings is not None:
+            self._recordings.capture(self.buckets, prepare, absent)
 
     def live_size(self, values: Mapping[str, Tensor | None]) -> int:
-        """The live size that all values agree on.
-
-        Raises:
-            SlotError: for unknown, missing or disagreeing inputs.
-        """
-        unknown = values.keys() - self.slots.keys()
-        if unknown:
-            raise SlotError(
-                f"{sorted(unknown)[0]!r} is a new input, not a slot of {self.name}: its address would be baked in; "
-                f"the slots are {sorted(self.slots)}"
-            )
-        sizes: dict[str, int] = {}
-        for name, slot in self.slots.items():
-            value = values.get(name)
-            if value is None:
-                if not slot.optional and slot.pad is not Padding.KEEP:
-                    raise SlotError(f"slot {name!r} of {self.name} was given no tensor; only optional slots may be None")
-                continue
-            rows = slot.rows_of(name, value)
-            if rows is not None:
-                sizes[name] = rows
-        if len(set(sizes.values())) > 1:
-            raise SlotError(f"the inputs of {self.name} disagree on the batch size: {sizes}")
-        return next(iter(sizes.values()), self.buckets[-1])
+        """The live size that all values agree on; see ``dispatch.live_size``."""
+        return live_size(self.name, self.slots, values, default=self.buckets[-1])
 
     def pad(self, live: int) -> int | Miss:
-        """The bucket for ``live`` rows, or why there is none."""
-        if live == 0:
-            return Miss(Reason.EMPTY_BATCH)
-        if not self.options.padding:
-            return live if live in self.buckets else Miss(Reason.SIZE_NOT_CAPTURED, f"size {live}, captured {list(self.buckets)}")
-        bucket = smallest_bucket(live, self.buckets)
-        if bucket is None:
-            return Miss(Reason.ABOVE_LARGEST, f"size {live}, largest bucket {self.buckets[-1]}")
-        if not within_ceiling(live, bucket, self.options.waste_ceiling):
-            return Miss(Reason.WASTE_CEILING, f"size {live} in bucket {bucket}, ceiling {self.options.waste_ceiling}x")
-        return bucket
+        """The bucket for ``live`` rows, or why there is none; see ``dispatch.choose_bucket``."""
+        return choose_bucket(
+            live, self.buckets, padding=self.options.padding, ceiling=self.options.waste_ceiling
+        )
 
     def can_run(self, values: Mapping[str, Tensor | None], live: int) -> ShapeKey | Miss:
         """The key that serves these inputs, or the reason for running eager.
@@ -260,25 +139,27 @@ class Captured:
         Raises:
             SlotError: for an input of the wrong dtype or number of axes.
         """
-        if self._backend is None:
+        recordings = self._recordings
+        if recordings is None:
             return Miss(Reason.BACKEND_EAGER)
         bucket = self.pad(live)
         if isinstance(bucket, Miss):
             return bucket
-        if self._present is not None:
+        if recordings.present is not None:
             present = frozenset(name for name, value in values.items() if value is not None)
-            odd = {name for name in present ^ self._present if self.slots[name].pad is not Padding.KEEP}
+            odd = {n for n in present ^ recordings.present if self.slots[n].pad is not Padding.KEEP}
             if odd:
-                name = sorted(odd)[0]
+                name = min(odd)
                 now, then = ("a tensor", "None") if name in present else ("None", "a tensor")
                 return Miss(Reason.INPUT_KIND, f"slot {name!r} is {now}, at capture it was {then}")
         for name, value in values.items():
             misfit = None if value is None else self.buffers.misfit(name, value, bucket)
             if misfit is not None:
                 return Miss(Reason.SHAPE, misfit)
-        key = self.key(bucket)
-        if not self._backend.can_run(key):
-            return Miss(Reason.CAPTURE_FAILED, self.failures.get(key, f"bucket {bucket} was not captured").splitlines()[0])
+        key = recordings.key(bucket)
+        if not recordings.can_run(key):
+            why = recordings.failures.get(key, f"bucket {bucket} was not captured")
+            return Miss(Reason.CAPTURE_FAILED, why.splitlines()[0])
         return key
 
     def load(self, values: Mapping[str, Tensor | None], live: int, size: int) -> None:
@@ -294,12 +175,12 @@ class Captured:
         """
         self._require_open()
         if capturing():
-            raise PoolBusyError(f"{self.name} would be replayed inside a capture; call the plain function there")
-        assert self._backend is not None  # noqa: S101 - can_run gave the key
+            raise PoolBusyError(
+                f"{self.name} would be replayed inside a capture; call the plain function there"
+            )
         self.contract.check()
         self._generation += 1
-        output: Stored = self._backend.replay(key)
-        return output
+        return self.recordings.replay(key)
 
     def trim(self, output: Stored, live: int, size: int) -> Any:
         """The output with padded rows cut off (B32).
@@ -307,24 +188,23 @@ class Captured:
         Raises:
             OutputStructureError: if there are padded rows and nothing tells which rows of the output they are.
         """
-        if live == size:
-            leaves = list(output.leaves)
-        elif self._rows is None:
-            raise OutputStructureError(
-                f"{self.name} ran {live} rows padded to {size}, and how its output grows is not known",
-                advice="capture at least two sizes, or call it with exactly the captured size",
-            )
-        else:
-            leaves = [
-                leaf if rows is None else leaf[: live * rows]
-                for leaf, rows in zip(output.leaves, self._rows, strict=True)
-            ]
+        leaves = list(output.leaves)
+        if live < size:
+            rule = self.recordings.rows
+            if rule is None:
+                raise OutputStructureError(
+                    f"{self.name} ran {live} rows padded to {size}, and how its output grows is not known",
+                    advice="capture at least two sizes, or call it with exactly the captured size",
+                )
+            leaves = [leaf if n is None else leaf[: live * n] for leaf, n in zip(leaves, rule, strict=True)]
         tree = tree_unflatten(leaves, output.structure)
         if self.options.clone:
             return tree_map_only(Tensor, Tensor.clone, tree)
         if self.options.debug:
             generation = self._generation
-            return tree_map_only(Tensor, lambda t: LiveView.wrap(t, lambda: generation == self._generation), tree)
+            return tree_map_only(
+                Tensor, lambda t: LiveView.wrap(t, lambda: generation == self._generation), tree
+            )
         return tree
 
     def __call__(self, **values: Tensor | None) -> Any:
@@ -332,7 +212,9 @@ class Captured:
         self._require_open()
         live = self.live_size(values)
         if not self._tried:
-            self.capture(absent=[name for name in self.slots if values.get(name) is None and self.slots[name].optional])
+            self.capture(
+                absent=[name for name in self.slots if values.get(name) is None and self.slots[name].optional]
+            )
         decision = self.can_run(values, live)
         if isinstance(decision, Miss):
             return self.run_eager(decision, values, live)
@@ -362,8 +244,9 @@ class Captured:
     def run_padded_eager(self, values: Mapping[str, Tensor | None], live: int, size: int) -> Any:
         """Oracle 1: the same function, eager, over the same padded static buffers; untrimmed views trimmed alike."""
         self.load(values, live, size)
+        step = self.recordings.step_over(self.buffers.view(size, self.recordings.present))
         with torch.no_grad():
-            leaves, structure = tree_flatten(self._step(self.buffers.view(size, self._present))())
+            leaves, structure = tree_flatten(step())
         return self.trim(Stored(tuple(leaves), structure), live, size)
 
     def coverage(self) -> Coverage:
@@ -383,17 +266,12 @@ class Captured:
 
     def inspect(self, size: int) -> list[str]:
         """What was recorded for a bucket, in order."""
-        return [line for step in self.steps_of(size) for line in step.operations()]
-
-    def steps_of(self, size: int) -> tuple[Segment | BreakCall, ...]:
-        """The recorded segments and breaks of a bucket, in order of replay."""
-        assert self._backend is not None  # noqa: S101 - only a captured bucket has them
-        return self._backend.artifact(self.key(size)).steps
+        return [line for step in self.recordings.steps_of(size) for line in step.operations()]
 
     @property
     def captured_sizes(self) -> list[int]:
         """Sizes with a recording, ascending."""
-        return sorted({key.size for key in self._backend.keys}) if self._backend else []
+        return self._recordings.sizes if self._recordings else []
 
     def _require_open(self) -> None:
         if self._closed:
@@ -405,28 +283,21 @@ class Captured:
             return
         self._closed = True
         _alive.discard(self)
-        if self._backend is not None:
-            self._backend.close()
-        self.buffers = StaticBuffers({}, 1, self.device)
+        if self._recordings is not None:
+            self._recordings.close()
+        self.buffers.close()
         self.contract.clear()
         if self._own_pool:
             self._pool.close()
 
-    def __enter__(self) -> Captured:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _shapes(output: Stored) -> list[tuple[int, ...] | None]:
-    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in output.leaves]
-
-
 @atexit.register
 def _close_all() -> None:
     for captured in list(_alive):  # graphs go before the device and before process groups (N12)
         captured.close()
-
-
-__all__ = ["AddressError", "CaptureFailedWarning", "Captured", "ManyShapesWarning", "Options"]

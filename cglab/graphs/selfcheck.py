@@ -72,7 +72,11 @@ def self_check(
 
 
 def _differences(
-    seed: int, device: torch.device, views: Mapping[str, Tensor], eager: Callable[[], Any], replay: Callable[[], Any]
+    seed: int,
+    device: torch.device,
+    views: Mapping[str, Tensor],
+    eager: Callable[[], Any],
+    replay: Callable[[], Any],
 ) -> list[str]:
     before = {name: view.clone() for name, view in views.items()}
 

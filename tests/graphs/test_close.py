@@ -116,7 +116,7 @@ def test_b39_dropping_one_recording_leaves_the_others_right(device):
     with cglab.capture(lambda x: x @ x.t() @ x, slots=X, buckets=(2, 4, 8), padding=False) as captured:
         xs = {n: torch.randn(n, 4, device=device) for n in (2, 4, 8)}
         captured.warm(x=xs[8])
-        backend = captured._captured._backend
+        backend = captured._captured.recordings._backend
         expected = {n: captured(x=x).clone() for n, x in xs.items()}
         backend.drop(backend.keys[1])
         assert captured.captured_sizes == [2, 8]

@@ -7,7 +7,8 @@ import torch
 
 import cglab
 from cglab.errors import PoolBusyError
-from cglab.graphs.captured import Captured, Options
+from cglab.graphs.captured import Captured
+from cglab.graphs.options import Options
 from cglab.graphs.recorder import recorder_for
 from cglab.graphs.slots import Slot
 from cglab.graphs.tape_pool import ALIGNMENT, TapePool

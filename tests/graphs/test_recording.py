@@ -11,7 +11,7 @@ import cglab
 from cglab.errors import (
     CaptureError, DynamicShapeError, HostReadError, NewInputError, SelfCheckError, SlotError, UnsupportedOperationError,
 )  # fmt: skip
-from cglab.graphs.captured import CaptureFailedWarning
+from cglab.graphs.options import CaptureFailedWarning
 from cglab.graphs.out_forms import out_form, same_bits
 from cglab.graphs.recorder import recorder_for
 from cglab.graphs.tape import TapeRecorder

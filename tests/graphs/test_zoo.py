@@ -17,7 +17,11 @@ WIDTH = 8
 
 
 def weight(rows, columns=WIDTH, like=None):
-    return torch.linspace(-1, 1, rows * columns, device=like.device, dtype=torch.float32).view(rows, columns).to(like.dtype)
+    return (
+        torch.linspace(-1, 1, rows * columns, device=like.device, dtype=torch.float32)
+        .view(rows, columns)
+        .to(like.dtype)
+    )
 
 
 def index(x):
@@ -277,7 +281,9 @@ def seed(device, value):
 def recorded_bits(device, function, dtype):
     """Captures at 4 rows, then replays 4, 3 and 1 rows against padded eager after the same seed."""
     generator = torch.Generator().manual_seed(7)
-    captured = cglab.capture(function, slots={"x": cglab.Slot(pad=1.0)}, buckets=(4,), strict=True, clone=True)
+    captured = cglab.capture(
+        function, slots={"x": cglab.Slot(pad=1.0)}, buckets=(4,), strict=True, clone=True
+    )
     with captured:
         for rows in (4, 3, 1, 4):
             x = torch.randn(rows, WIDTH, generator=generator).to(dtype).to(device)
@@ -287,7 +293,9 @@ def recorded_bits(device, function, dtype):
             got = torch.utils._pytree.tree_leaves(captured(x=x))
             seed(device, rows)
             with torch.no_grad():
-                expected = torch.utils._pytree.tree_leaves(captured._captured.run_padded_eager({"x": x}, rows, 4))
+                expected = torch.utils._pytree.tree_leaves(
+                    captured._captured.run_padded_eager({"x": x}, rows, 4)
+                )
             assert len(got) == len(expected)
             for left, right in zip(got, expected, strict=True):
                 assert same_bits(left, right), f"{rows} rows differ"
