@@ -95,14 +95,19 @@ class Backend(ABC):
 
     @contextmanager
     def capture_session(self) -> Iterator[None]:
-        """Around the loop over shapes: the pool is taken, the garbage collector waits, random generators keep
-        their state, so that a first call that captures draws what eager would."""
+        """Around the loop over shapes: the pool is taken and the garbage collector waits.
+
+        Random generators keep their state, so that a first call that captures draws what eager would.
+        """
         gc.collect()
         collecting = gc.isenabled()
         gc.disable()
         try:
             device = self.recorder.device
-            with self.pool.in_use(f"a {self.name} capture"), fork_rng([device] if device.type == "cuda" else []):
+            with (
+                self.pool.in_use(f"a {self.name} capture"),
+                fork_rng([device] if device.type == "cuda" else []),
+            ):
                 yield
         finally:
             if collecting:

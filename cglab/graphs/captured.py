@@ -34,7 +34,7 @@ from cglab.graphs.slots import Padding, SharedBuffers, Slot, StaticBuffers
 _alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 
 
-@dataclass
+@dataclass(eq=False)
 class Captured:
     """One step, captured at several sizes.
 
@@ -45,7 +45,7 @@ class Captured:
         buckets: sizes to capture.
         device: where the step runs.
         options: how it is captured.
-        recorder, pool, shared: given by a runner that shares them with others; otherwise its own.
+        recorder, pool, shared: of a group of runners; otherwise its own.
         contract: addresses that must not move.
         variant: part of every key (P2).
     """
@@ -83,9 +83,6 @@ class Captured:
         self._eager_sizes: set[int] = set()
         self._closed = False
         _alive.add(self)
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
 
     @property
     def recordings(self) -> Recordings:
@@ -189,7 +186,7 @@ class Captured:
             OutputStructureError: if there are padded rows and nothing tells which rows of the output they are.
         """
         leaves = list(output.leaves)
-        if live < size:
+        if live != size:
             rule = self.recordings.rows
             if rule is None:
                 raise OutputStructureError(
@@ -236,10 +233,10 @@ class Captured:
                     ),
                     stacklevel=3,
                 )
-        missing = {name: None for name in self.slots if name not in values}
-        kept = {n: self.buffers.view(live, [n])[n] for n in missing if self.slots[n].pad is Padding.KEEP}
+        absent = self.slots.keys() - values.keys()
+        kept = self.buffers.view(live, [name for name in absent if self.slots[name].pad is Padding.KEEP])
         with torch.no_grad():
-            return self.function(**values, **{**missing, **kept})
+            return self.function(**{**dict.fromkeys(absent), **values, **kept})
 
     def run_padded_eager(self, values: Mapping[str, Tensor | None], live: int, size: int) -> Any:
         """Oracle 1: the same function, eager, over the same padded static buffers; untrimmed views trimmed alike."""
@@ -285,7 +282,7 @@ class Captured:
         _alive.discard(self)
         if self._recordings is not None:
             self._recordings.close()
-        self.buffers.close()
+        self.buffers = StaticBuffers({}, 1, self.device)
         self.contract.clear()
         if self._own_pool:
             self._pool.close()

@@ -38,8 +38,7 @@ class Recordings:
         ledger: what each captured bucket cost.
         failures: why a bucket has no recording, by key.
         present: slots that held a tensor at capture; None before one.
-        rows: for each output leaf, rows per unit of bucket size, or None for a leaf of fixed size; None as a
-            whole where they cannot be told, so that no padded step can be trimmed.
+        rows: for each output leaf, rows per unit of bucket size, or None for a leaf of fixed size.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class Recordings:
             try:
                 shapes[self.key(smaller)] = _shapes(tree_flatten(self._recorder.shape_of(step))[0])
             except CaptureError:
-                return None  # the function runs at this one size only
+                return None  # the function runs at this one size only: see Captured.trim
         if len(shapes) == 1:
             return [None] * len(next(iter(shapes.values())))  # a single bucket of one row is never padded
         return rows_per_size(shapes)

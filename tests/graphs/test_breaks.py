@@ -127,7 +127,9 @@ def test_p51_a_returned_tensor_is_owned_and_copied_into(device):
     with breakable(step, device) as captured:
         for scale in (1.0, 2.0, 3.0):
             x = torch.full((4, 3), scale, device=device)
-            assert torch.equal(captured(x=x), (x + 1) * 2 + 10), "a new tensor every time, seen by the next segment"
+            assert torch.equal(captured(x=x), (x + 1) * 2 + 10), (
+                "a new tensor every time, seen by the next segment"
+            )
         assert [ref() is not None for ref in made[-3:]] == [False] * 3, "replays keep none of theirs"
         assert any(ref() is not None for ref in made), "the recording's own is held"
 
@@ -168,7 +170,9 @@ def test_p33_p36_a_break_whose_result_changes_its_kind_is_refused(device, later,
         with pytest.raises(OutputStructureError, match=message):
             captured(x=torch.ones(4, 3, device=device))
         result[0] = lambda h: h * 5
-        assert torch.equal(captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 6.0, device=device))
+        assert torch.equal(
+            captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 6.0, device=device)
+        )
 
 
 def test_p36_a_python_value_that_changes_is_told_instead_of_frozen(device):
@@ -179,7 +183,9 @@ def test_p36_a_python_value_that_changes_is_told_instead_of_frozen(device):
         return step_number[0]
 
     with breakable(lambda x: x * 2 + count(x), device) as captured:
-        assert torch.equal(captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 2.0, device=device))
+        assert torch.equal(
+            captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 2.0, device=device)
+        )
         step_number[0] = 1
         with pytest.raises(OutputStructureError, match="recorded with the first"):
             captured(x=torch.ones(4, 3, device=device))
@@ -200,9 +206,13 @@ def test_p52_empty_and_host_tensors_cross_a_break_as_they_are(device):
         return h + 0
 
     with breakable(step, device) as captured:
-        assert torch.equal(captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 6.0, device=device))
+        assert torch.equal(
+            captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 6.0, device=device)
+        )
         host.fill_(5)
-        assert torch.equal(captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 10.0, device=device))
+        assert torch.equal(
+            captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 10.0, device=device)
+        )
         assert seen[-1] == ((0, 3), True, [1, "a", None])
 
 
@@ -327,7 +337,9 @@ def test_breaks_bind_like_methods(device):
     assert isinstance(Layer.apply, type(doubled))
     with breakable(step, device) as captured:
         layer.scale = 5.0
-        assert torch.equal(captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 5.0, device=device))
+        assert torch.equal(
+            captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 5.0, device=device)
+        )
 
 
 @pytest.mark.parametrize("where", ["break", "after it"])
@@ -376,4 +388,6 @@ def test_an_exception_in_a_break_at_replay_frees_the_pool_for_the_next_step(devi
         with pytest.raises(ValueError, match="at replay"):
             captured(x=torch.ones(4, 3, device=device))
         armed[0] = False
-        assert torch.equal(captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 4.0, device=device))
+        assert torch.equal(
+            captured(x=torch.ones(4, 3, device=device)), torch.full((4, 3), 4.0, device=device)
+        )

@@ -31,7 +31,9 @@ def test_p29_b51_largest_first_makes_smaller_buckets_free():
     pool = TapePool()
     recorder = recorder_for("cpu")
     wide = {"x": Slot((-1, 50_000), torch.float32, pad=0.0)}
-    with Captured("step", layers, wide, (1, 2, 4, 8), torch.device("cpu"), Options(strict=True), recorder, pool) as step:
+    with Captured(
+        "step", layers, wide, (1, 2, 4, 8), torch.device("cpu"), Options(strict=True), recorder, pool
+    ) as step:
         step.capture()
         grown = {line["bucket"]: line["pool_bytes"] for line in step.memory()}
         assert list(grown) == ["8", "4", "2", "1"] and grown["8"] > 0
@@ -69,7 +71,9 @@ def test_b51_one_pool_for_a_family_costs_less_than_one_for_each_shape():
 
 
 def test_b52_outputs_of_all_buckets_share_one_buffer(device):
-    with cglab.capture(lambda x: x * 2, slots={"x": Slot(pad=0.0)}, buckets=(1, 2, 4, 8), padding=False) as captured:
+    with cglab.capture(
+        lambda x: x * 2, slots={"x": Slot(pad=0.0)}, buckets=(1, 2, 4, 8), padding=False
+    ) as captured:
         captured.warm(x=torch.ones(8, 3, device=device))
         outs = {n: captured(x=torch.ones(n, 3, device=device)) for n in (8, 4, 2, 1)}
         assert len({out.data_ptr() for out in outs.values()}) == 1
@@ -93,7 +97,9 @@ def test_b40_members_of_a_group_overlap_and_outputs_read_later_do_not(device, ba
         hidden = target(x=x)
         for _ in range(3):
             again = draft(x=hidden)
-            assert torch.equal(hidden, layers(x)), "in a buffer outside the pool: the draft's replay left it alone"
+            assert torch.equal(hidden, layers(x)), (
+                "in a buffer outside the pool: the draft's replay left it alone"
+            )
             assert torch.equal(again, torch.tanh(layers(hidden) * 0.1))
     assert target.counts.eager == draft.counts.eager == 0
     target.close()
@@ -106,7 +112,9 @@ def test_b40_a_shared_pool_really_overlaps_and_separate_pools_never_do():
         for pool in pools:
             with recorder.take(pool) as take:
                 y = torch.ones(4, 64) * 2
-                found.append({chunk.address for chunk in pool._chunks if pool.chunk_of(y) is chunk} | {y.data_ptr()})
+                found.append(
+                    {chunk.address for chunk in pool._chunks if pool.chunk_of(y) is chunk} | {y.data_ptr()}
+                )
                 del y
                 take.cut()
         return found
@@ -167,7 +175,9 @@ def test_p59_a_second_user_of_the_pool_is_refused(device):
     with pytest.raises(Exception, match="same graph pool") as caught:
         outer.capture()
     assert isinstance(caught.value, PoolBusyError) or isinstance(caught.value.__cause__, PoolBusyError)
-    assert torch.equal(inner(x=torch.ones(2, 64, device=device)), torch.full((2, 64), 3.0, device=device)), "pool free again"
+    assert torch.equal(inner(x=torch.ones(2, 64, device=device)), torch.full((2, 64), 3.0, device=device)), (
+        "pool free again"
+    )
     inner.close()
     outer.close()
 
@@ -235,7 +245,9 @@ def test_a_chunk_with_a_live_block_outlives_close():
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (2, 3), (2, 1, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
 def test_every_shape_and_type_fits_a_block(shape, dtype):
     pool = TapePool(poison=True)
     tensor = pool.empty(shape, dtype)

@@ -9,7 +9,13 @@ import torch
 
 import cglab
 from cglab.errors import (
-    CaptureError, DynamicShapeError, HostReadError, NewInputError, SelfCheckError, SlotError, UnsupportedOperationError,
+    CaptureError,
+    DynamicShapeError,
+    HostReadError,
+    NewInputError,
+    SelfCheckError,
+    SlotError,
+    UnsupportedOperationError,
 )  # fmt: skip
 from cglab.graphs.options import CaptureFailedWarning
 from cglab.graphs.out_forms import out_form, same_bits
@@ -80,7 +86,9 @@ def test_b05_a_length_read_on_the_host_is_refused_and_works_as_a_break(device, r
 
     with cglab.capture(step, slots=slots, buckets=(2,), backend="breakable", strict=True) as captured:
         for n in (2, 5, 1, 3):
-            assert torch.equal(captured(x=x, lens=torch.full((2,), n, device=device)), x * n), "the live length counts"
+            assert torch.equal(captured(x=x, lens=torch.full((2,), n, device=device)), x * n), (
+                "the live length counts"
+            )
         assert captured.coverage().captured == 4
 
 
@@ -263,9 +271,13 @@ def test_t3_out_forms_are_used_only_where_they_write_the_same_bits():
     indices.copy_(result[1])
     form = out_form(torch.ops.aten.topk.default, (x, 3), {}, [values, indices], [values, indices])
     assert form is not None and form.names == ("values", "indices")
-    assert same_bits(values, result[0]) and same_bits(indices, result[1]), "the trial left the results in place"
+    assert same_bits(values, result[0]) and same_bits(indices, result[1]), (
+        "the trial left the results in place"
+    )
     strided = torch.empty(8, 4).t()
-    assert out_form(torch.ops.aten.rand_like.default, (x,), {}, [strided], [strided]) is None, "random: never tried"
+    assert out_form(torch.ops.aten.rand_like.default, (x,), {}, [strided], [strided]) is None, (
+        "random: never tried"
+    )
 
 
 def test_t3_a_random_operation_draws_once_at_capture_as_in_eager():
@@ -313,6 +325,7 @@ def test_t4_random_operations_follow_the_seed_at_every_replay():
         return torch.nn.functional.dropout(x, 0.5, training=True)
 
     with captured_of(step) as captured:
+
         def draw(seed):
             torch.default_generator.manual_seed(seed)
             return [captured(x=torch.ones(2, 4)).clone() for _ in range(3)]
@@ -368,7 +381,9 @@ def test_p28_two_warm_ups_for_the_first_shape_one_for_the_next_and_the_hook_afte
         runs.append(x.shape[0])
         return x * 2
 
-    captured = cglab.capture(step, slots=X, buckets=(2, 4, 8), self_check=False, after_warmup=lambda: undone.append(len(runs)))
+    captured = cglab.capture(
+        step, slots=X, buckets=(2, 4, 8), self_check=False, after_warmup=lambda: undone.append(len(runs))
+    )
     captured(x=torch.ones(2, 4, device=device))
     warmups = {line["bucket"]: line["warmups"] for line in captured.memory()}
     if device.type == "cpu":
@@ -480,6 +495,7 @@ def test_t12_collectives_that_return_a_handle_are_refused(tmp_path):
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
+
         def step(x):
             y = x * 2
             dist.all_reduce(y)
@@ -556,7 +572,9 @@ def test_a_failed_capture_is_a_warning_that_names_the_line_unless_strict():
         return x * x.sum().item()
 
     captured = cglab.capture(step, slots=X, buckets=(2, 4))
-    with pytest.warns(CaptureFailedWarning, match=r"test_recording.py:\d+ in step: return x \* x.sum\(\).item\(\)"):
+    with pytest.warns(
+        CaptureFailedWarning, match=r"test_recording.py:\d+ in step: return x \* x.sum\(\).item\(\)"
+    ):
         out = captured(x=torch.ones(2, 4))
     assert torch.equal(out, torch.full((2, 4), 8.0))
     assert captured.coverage().reasons == {"CAPTURE_FAILED": 1} and set(captured.failures) == {"2", "4"}
