@@ -1,0 +1,84 @@
+"""``techniques``, ``results`` and ``published``: tables of what there is."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from cglab import settings
+from cglab.commands.console import FAILS, HOLDS, Outcome, note, text_table
+from cglab.lab.techniques import TECHNIQUES
+from cglab.measure.claims import ClaimResult, evaluate, load_claims
+from cglab.measure.published import load_published
+from cglab.measure.record import Record
+from cglab.measure.records import load
+from cglab.measure.tree import tree_hash
+
+
+def techniques(_options: Namespace) -> Outcome:
+    """The ten techniques with their toggles."""
+    rows = [technique.as_dict() for technique in TECHNIQUES.values()]
+    table = text_table(
+        ["id", "toggle", "values", "default", "what", "available"],
+        [
+            [r["id"], r["toggle"], ", ".join(r["values"]), r["default"], r["text"], "yes" if r["available"] else r["reason"]]
+            for r in rows
+        ],
+    )
+    return Outcome(table, rows)
+
+
+def results(options: Namespace) -> Outcome:
+    """Recorded results, or the claims that are computed from them."""
+    records = _records()
+    if options.claims:
+        return _claims(evaluate(load_claims(), records, tree_hash()))
+    rows = [
+        [
+            record.created[:19], record.bench, record.model, record.arm, _workload(record), record.metrics.get("step_ms"),
+            record.parity and record.parity.get("verdict"), record.device.name,
+        ]
+        for record in records
+    ]  # fmt: skip
+    header = ["recorded", "bench", "model", "arm", "workload", "step_ms", "parity", "device"]
+    return Outcome(text_table(header, rows) if rows else "nothing recorded yet", [record.as_dict() for record in records])
+
+
+def published(_options: Namespace) -> Outcome:
+    """Every table of the source documents."""
+    tables = list(load_published(settings.read_settings().data / "published").values())
+    texts = []
+    for table in tables:
+        names = [column["name"] for column in table["columns"]]
+        units = [f"{column['name']} [{column['unit']}]" for column in table["columns"]]
+        rows = [[row[name] for name in names] for row in table["rows"]]
+        texts.append(f"{table['id']}: {table['title']} ({table['source']}; {table['machine']})\n{text_table(units, rows)}")
+    return Outcome("\n\n".join(texts), tables)
+
+
+def _records() -> tuple[Record, ...]:
+    folder = settings.read_settings().data / "results"
+    if not folder.exists():
+        note(f"no results at {folder}; `cglab bench NAME --save` records some")
+        return ()
+    found = load(folder)
+    for problem in found.problems:
+        note(f"not a record: {problem}")
+    return found.records
+
+
+def _workload(record: Record) -> str:
+    return ", ".join(f"{name} {value}" for name, value in record.workload.items())
+
+
+def _claims(claims: Sequence[ClaimResult]) -> Outcome:
+    rows = [
+        [
+            claim.id, claim.status, None if claim.value is None else f"{claim.value:.4g}", f"{claim.target:.4g}",
+            len(claim.runs), "-" if not claim.runs else "now" if claim.current else "older", claim.text,
+        ]
+        for claim in claims
+    ]  # fmt: skip
+    unmet = any(claim.status == "unmet" for claim in claims)
+    table = text_table(["id", "status", "value", "target", "runs", "state", "claim"], rows)
+    return Outcome(table, [claim.as_dict() for claim in claims], FAILS if unmet else HOLDS)
