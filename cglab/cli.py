@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXIT_STATUS,
     )
     parser.add_argument("--version", action="version", version=f"cglab {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, dest="command")
 
     def add(name: str, home: str, text: str, *, as_json: bool = True) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", epilog=_EXIT_STATUS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from textwrap import wrap
 
 from cglab import settings
 from cglab.commands.console import FAILS, HOLDS, Outcome, note, text_table
@@ -72,13 +73,15 @@ def _workload(record: Record) -> str:
 
 
 def _claims(claims: Sequence[ClaimResult]) -> Outcome:
-    rows = [
-        [
-            claim.id, claim.status, None if claim.value is None else f"{claim.value:.4g}", f"{claim.target:.4g}",
-            len(claim.runs), "-" if not claim.runs else "now" if claim.current else "older", claim.text,
-        ]
-        for claim in claims
-    ]  # fmt: skip
     unmet = any(claim.status == "unmet" for claim in claims)
-    table = text_table(["id", "status", "value", "target", "runs", "state", "claim"], rows)
-    return Outcome(table, [claim.as_dict() for claim in claims], FAILS if unmet else HOLDS)
+    text = "\n\n".join(_told(claim) for claim in claims)
+    return Outcome(text, [claim.as_dict() for claim in claims], FAILS if unmet else HOLDS)
+
+
+def _told(claim: ClaimResult) -> str:
+    state = "" if not claim.runs else ", by this code" if claim.current else ", by older code"
+    lines = [f"{claim.id} {claim.status}{state}", *wrap(claim.text, 100)]
+    for part in claim.parts:
+        value = "not recorded" if part.value is None else f"{part.value:.4g}"
+        lines.append(f"{part.status:>10}  {part.name}: {value}, wanted {part.comparison} {part.target:g}")
+    return "\n    ".join(lines)
