@@ -1,4 +1,4 @@
-"""What commands share: an outcome that is written once at the end, plain tables, progress on standard error."""
+"""What commands share: an outcome that is written once, plain tables, progress on standard error."""
 
 from __future__ import annotations
 
@@ -55,8 +55,13 @@ def progress_bar(total: int | None, title: str, unit: str = "step") -> Iterator[
     """A tqdm bar on standard error; a log file gets a line now and then instead of a moving bar."""
     from tqdm import tqdm
 
-    live = sys.stderr.isatty()
-    interval = 0.1 if live else 10.0
+    interval = 0.1 if sys.stderr.isatty() else 10.0
     # The delay keeps a refusal at once free of an empty bar.
-    with tqdm(total=total, desc=title, unit=unit, file=sys.stderr, leave=False, mininterval=interval, delay=0.1) as bar:
+    with tqdm(total=total, desc=title, unit=unit, leave=False, mininterval=interval, delay=0.1) as bar:
         yield bar
+
+
+def advance(bar: Any, what: str) -> None:
+    """One step on, and what comes next; a log file is spared a line for each."""
+    bar.set_description(what, refresh=sys.stderr.isatty())
+    bar.update()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 
 import cglab
 from cglab import settings
-from cglab.commands.console import FAILS, HOLDS, Outcome, note, progress_bar, text_table
+from cglab.commands.console import FAILS, HOLDS, Outcome, advance, note, progress_bar, text_table
 from cglab.commands.files import output_folder, write_whole
 from cglab.commands.kernels import execute
 from cglab.commands.report import report_page
@@ -41,23 +43,17 @@ def demo(options: Namespace) -> Outcome:
     notebook = _start_notebook()
     folder = output_folder(options.out)
     cells = sum(cell.cell_type == "code" for cell in notebook.cells)
-    with progress_bar(None, "open the model") as bar, cglab.open() as lab:
-        bar.reset(total=stages(lab.buckets) + cells)
-
-        def stage(what: str) -> None:
-            bar.set_description(what)
-            bar.update()
-
-        tour = run_tour(lab, stage)
+    with progress_bar(None, "open the model") as bar:
+        with cglab.open() as lab:
+            bar.reset(total=stages(lab.buckets) + cells)
+            tour = run_tour(lab, partial(advance, bar))
         # First what took longest to measure; a failure from here on loses none of it.
         append(folder / "results.jsonl", tour.records)
         write_whole(folder / "report.html", report_page(tour))
-        bar.set_description("notebook")
-        failure = _run_notebook(notebook, folder, bar)
-    text = _summary(tour, folder)
+        failure = _run_notebook(notebook, folder, partial(advance, bar, "notebook"))
     if failure is not None:
         note(f"cglab: {START.name} failed and was not stored: {failure}")
-    return Outcome(text, status=HOLDS if tour.ok and failure is None else FAILS)
+    return Outcome(_summary(tour, folder), status=HOLDS if tour.ok and failure is None else FAILS)
 
 
 def _start_notebook() -> Any:
@@ -66,12 +62,14 @@ def _start_notebook() -> Any:
     return nbformat.read(START, as_version=4)
 
 
-def _run_notebook(notebook: Any, folder: Path, bar: Any) -> str | None:
+def _run_notebook(notebook: Any, folder: Path, progress: Callable[[], object]) -> str | None:
     """Executes and stores the notebook; why it failed, or None."""
     try:
-        executed = execute(notebook, START.parent, progress=bar.update)
-    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        return str(error).strip()
+        executed = execute(notebook, START.parent, progress=progress)
+    except CellExecutionError as error:
+        return f"{error.ename}: {error.evalue}"
+    except (CellTimeoutError, DeadKernelError) as error:
+        return " ".join([str(error).strip().splitlines()[0], *getattr(error, "__notes__", [])]).strip()
     write_whole(folder / START.name, nbformat.writes(executed) + "\n")
     return None
 

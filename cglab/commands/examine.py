@@ -16,6 +16,7 @@ from cglab.commands.console import FAILS, HOLDS, Outcome
 from cglab.errors import CglabError, InputError
 from cglab.graphs.doctor import doctor
 
+Args = tuple[Any, ...]
 EXAMPLE = "def example_inputs(): return (torch.randn(4, 8),)"
 
 
@@ -40,9 +41,10 @@ def examine(options: Namespace) -> Outcome:
         raise
     except Exception as error:
         raise InputError(
-            f"{name} itself fails on these inputs: {_told(error, path)}; the doctor needs inputs that it runs on"
+            f"{name} itself fails on these inputs: {_told(error, path)}; give inputs that it runs on"
         ) from error
-    return Outcome(f"{name} in {path}: {report}" if report.healthy else str(report), status=HOLDS if report.healthy else FAILS)
+    text = f"{name} in {path}: {report}" if report.healthy else str(report)
+    return Outcome(text, status=HOLDS if report.healthy else FAILS)
 
 
 def _load(path: Path) -> ModuleType:
@@ -61,9 +63,10 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def _inputs(module: ModuleType, function: Any, name: str, path: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(module: ModuleType, function: Any, name: str, path: Path) -> tuple[Args, dict[str, Any]]:
     """Positional and keyword inputs: of ``example_inputs()``, or none for a function that needs none."""
-    signature = inspect.signature(getattr(function, "forward", function))  # a module's own call takes anything
+    # A module's own call takes anything, its forward does not.
+    signature = inspect.signature(getattr(function, "forward", function))
     example: Callable[[], Any] | None = getattr(module, "example_inputs", None)
     if example is None or not signature.parameters:
         given: Any = ()
@@ -84,12 +87,14 @@ def _inputs(module: ModuleType, function: Any, name: str, path: Path) -> tuple[t
 
 
 def _functions(module: ModuleType) -> list[str]:
-    return [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+    own = inspect.getmembers(module, lambda value: getattr(value, "__module__", None) == module.__name__)
+    return [name for name, value in own if inspect.isfunction(value)]
 
 
 def _told(error: Exception, path: Path) -> str:
     """Kind, message and, where it lies in the user's file, line of an error."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg}, line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path.resolve())]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path.resolve())]
     return f"{type(error).__name__}: {error}" + (f", line {lines[-1]}" if lines else "")

@@ -19,7 +19,9 @@ def output_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise InputError(f"cannot write into {folder}: {error.strerror}; name another folder with --out") from error
+        raise InputError(
+            f"cannot write into {folder}: {error.strerror}; choose another with --out"
+        ) from error
     return folder
 
 
@@ -37,10 +39,11 @@ def write_whole(target: Path, content: str) -> None:
             file.flush()
             os.fchmod(handle, 0o644)
             os.fsync(handle)
-        os.replace(part, target)
+        Path(part).replace(target)
     except OSError as error:
         raise ResultsError(
-            f"cannot write {target}: {error.strerror}; what was there is untouched. Free space or choose another folder"
+            f"cannot write {target}: {error.strerror}; what was there is untouched. "
+            "Free space or choose another folder, and run again"
         ) from error
     finally:
         if part is not None:

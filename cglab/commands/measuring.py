@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from cglab import settings
-from cglab.commands.console import FAILS, HOLDS, Outcome, note, progress_bar
+from cglab.commands.console import FAILS, HOLDS, Outcome, advance, note, progress_bar
 from cglab.errors import InputError
 from cglab.lab.benches import BENCHES, format_table
 from cglab.lab.oracles import check_technique
@@ -22,8 +22,10 @@ def parity(options: Namespace) -> Outcome:
     found = []
     for name in names:
         with progress_bar(options.cases, f"parity of {name}", "case") as bar:
-            count = partial(_count_to, bar)
-            found.append(check_technique(name, options.cases, device=device, plant=options.plant, progress=count))
+            checked = check_technique(
+                name, options.cases, device=device, plant=options.plant, progress=partial(_count_to, bar)
+            )
+        found.append(checked)
     lines = [str(each) for each in found]
     status = HOLDS if all(each.ok for each in found) else FAILS
     if options.plant is not None:
@@ -40,12 +42,7 @@ def bench(options: Namespace) -> Outcome:
         raise InputError(f"{options.name!r} is no bench; there are {known}")
     folder = settings.read_settings().data / "results" if options.save else options.record
     with progress_bar(None, options.name, "stage") as bar:
-
-        def stage(what: str) -> None:
-            bar.set_description(f"{options.name}: {what}")
-            bar.update()
-
-        records = chosen.run(settings.device(), quick=options.quick, progress=stage)
+        records = chosen.run(settings.device(), quick=options.quick, progress=partial(advance, bar))
     if folder is not None:
         append(folder / f"{options.name}.jsonl", records)
         note(f"{len(records)} records added to {folder / options.name}.jsonl")

@@ -19,13 +19,12 @@ from cglab.measure.tree import tree_hash
 def techniques(_options: Namespace) -> Outcome:
     """The ten techniques with their toggles."""
     rows = [technique.as_dict() for technique in TECHNIQUES.values()]
-    table = text_table(
-        ["id", "toggle", "values", "default", "what", "available"],
-        [
-            [r["id"], r["toggle"], ", ".join(r["values"]), r["default"], r["text"], "yes" if r["available"] else r["reason"]]
-            for r in rows
-        ],
-    )
+    columns = ("id", "toggle", "values", "default", "text", "available")
+    shown = [
+        {**row, "values": ", ".join(row["values"]), "available": "yes" if row["available"] else row["reason"]}
+        for row in rows
+    ]
+    table = text_table(columns, [[row[column] for column in columns] for row in shown])
     return Outcome(table, rows)
 
 
@@ -35,14 +34,22 @@ def results(options: Namespace) -> Outcome:
     if options.claims:
         return _claims(evaluate(load_claims(), records, tree_hash()))
     rows = [
-        [
-            record.created[:19], record.bench, record.model, record.arm, _workload(record), record.metrics.get("step_ms"),
-            record.parity and record.parity.get("verdict"), record.device.name,
-        ]
+        {
+            "recorded": record.created[:19],
+            "bench": record.bench,
+            "model": record.model,
+            "arm": record.arm,
+            "workload": ", ".join(f"{name} {value}" for name, value in record.workload.items()),
+            "step_ms": record.metrics.get("step_ms"),
+            "parity": (record.parity or {}).get("verdict"),
+            "device": record.device.name,
+        }
         for record in records
-    ]  # fmt: skip
-    header = ["recorded", "bench", "model", "arm", "workload", "step_ms", "parity", "device"]
-    return Outcome(text_table(header, rows) if rows else "nothing recorded yet", [record.as_dict() for record in records])
+    ]
+    table = (
+        text_table(list(rows[0]), [list(row.values()) for row in rows]) if rows else "nothing yet"
+    )
+    return Outcome(table, [record.as_dict() for record in records])
 
 
 def published(_options: Namespace) -> Outcome:
@@ -53,7 +60,9 @@ def published(_options: Namespace) -> Outcome:
         names = [column["name"] for column in table["columns"]]
         units = [f"{column['name']} [{column['unit']}]" for column in table["columns"]]
         rows = [[row[name] for name in names] for row in table["rows"]]
-        texts.append(f"{table['id']}: {table['title']} ({table['source']}; {table['machine']})\n{text_table(units, rows)}")
+        texts.append(
+            f"{table['id']}: {table['title']} ({table['source']}; {table['machine']})\n{text_table(units, rows)}"
+        )
     return Outcome("\n\n".join(texts), tables)
 
 
@@ -66,10 +75,6 @@ def _records() -> tuple[Record, ...]:
     for problem in found.problems:
         note(f"not a record: {problem}")
     return found.records
-
-
-def _workload(record: Record) -> str:
-    return ", ".join(f"{name} {value}" for name, value in record.workload.items())
 
 
 def _claims(claims: Sequence[ClaimResult]) -> Outcome:

@@ -1,7 +1,7 @@
-"""The main job: capture the decode step of a real model at every bucket, generate with each arm, check, measure.
+"""The main job: capture the decode step of a real model at every bucket, generate, check, measure.
 
-Everything is taken from one lab in one process, the arms in turns. The times are unprofiled; the trace for the
-timeline is a run of its own.
+Everything is taken from one lab in one process, the arms in turns. The times are unprofiled; the trace for
+the timeline is a run of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from cglab.measure.record import Record, make_record, new_run
 
 ARMS = ("eager", "full", "breakable")
 CAPTURED = ARMS[1:]
-PROMPTS = ("import os\nimport sys\n", "class Stack:\n    def push(self", "def main(", "try:\n    value = ", "for name in")
+PROMPTS = (
+    "import os\nimport sys\n",
+    "class Stack:\n    def push(self",
+    "def main(",
+    "try:\n    value = ",
+    "for name in",
+)
 CONTEXT = 64
 GRAPH_NOTE = "Recorded with CUDA graphs; the arms took turns in one process."
 
@@ -85,16 +91,22 @@ class Tour:
         for comparison in self.comparisons:
             bucket = comparison.workload["bucket"]
             for arm in comparison.times.arms:
-                paid: dict[str, Any] = next((row for row in self.memory.get(arm.name, []) if row["bucket"] == str(bucket)), {})
+                ledger = self.memory.get(arm.name, [])
+                paid = next((row for row in ledger if row["bucket"] == str(bucket)), None)
                 steps = comparison.coverage[arm.name]
-                rows.append({
-                    "bucket": bucket, "live": comparison.workload["batch"], "arm": arm.name,
-                    "parity": self.parity(arm.name, bucket), "captured": f"{steps.captured}/{steps.steps}",
-                    "step ms": _digits(arm.median, 1e3),
-                    "95 %": arm.interval and f"{arm.interval.low * 1e3:.3g} to {arm.interval.high * 1e3:.3g}",
-                    "capture ms": _digits(paid.get("warmup_ms", 0.0) + paid["capture_ms"]) if paid else None,
-                    "pool MB": _digits(paid["pool_bytes"], 1e-6) if paid else None,
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "bucket": bucket,
+                        "live": comparison.workload["batch"],
+                        "arm": arm.name,
+                        "parity": self.parity(arm.name, bucket),
+                        "captured": f"{steps.captured}/{steps.steps}",
+                        "step ms": _milli(arm.median),
+                        "95 %": arm.interval and f"{_milli(arm.interval.low)} to {_milli(arm.interval.high)}",
+                        "capture ms": paid and f"{paid['warmup_ms'] + paid['capture_ms']:.3g}",
+                        "pool MB": paid and f"{paid['pool_bytes'] / 1e6:.3g}",
+                    }
+                )
         return rows
 
     def generation_rows(self) -> list[dict[str, Any]]:
@@ -104,11 +116,17 @@ class Tour:
         for arm, found in self.generations.items():
             equal = sum(ours == theirs for ours, theirs in zip(found.tokens, wanted, strict=True))
             reasons = ", ".join(f"{name.lower()} {count}" for name, count in found.coverage.reasons.items())
-            rows.append({
-                "arm": arm, "requests": len(wanted), "new tokens": sum(map(len, found.tokens)),
-                "steps": found.coverage.steps, "captured": found.coverage.captured, "eager because": reasons or None,
-                "tokens as eager": f"{equal}/{len(wanted)}",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "arm": arm,
+                    "requests": len(wanted),
+                    "new tokens": sum(map(len, found.tokens)),
+                    "steps": found.coverage.steps,
+                    "captured": found.coverage.captured,
+                    "eager because": reasons or None,
+                    "tokens as eager": f"{equal}/{len(wanted)}",
+                }
+            )
         return rows
 
 
@@ -150,34 +168,54 @@ def run_tour(lab: Lab, progress: Progress) -> Tour:
     progress("timeline")
     profile = lab.profile("decode", ("eager", "full"), batch=min(4, lab.buckets[-1]), context=context)
     return Tour(
-        lab.name, lab.weights, str(lab.dtype).removeprefix("torch."), lab.group.recorder.name, generations, tuple(checks),
-        tuple(comparisons), profile, {arm: lab.runner(arm).captured.memory() for arm in CAPTURED},
-        tuple(_records(lab, comparisons, context)),
-    )  # fmt: skip
+        model=lab.name,
+        weights=lab.weights,
+        dtype=_dtype(lab),
+        recorder=lab.group.recorder.name,
+        generations=generations,
+        checks=tuple(checks),
+        comparisons=tuple(comparisons),
+        profile=profile,
+        memory={arm: lab.runner(arm).captured.memory() for arm in CAPTURED},
+        records=tuple(_records(lab, comparisons)),
+    )
 
 
 def _generate(lab: Lab) -> Generation:
     """Requests that end at different steps, so that the batch shrinks through the buckets."""
-    prompts: Sequence[Any] = PROMPTS if lab.tokenizer is not None else [[7 * i + 1, i + 1, 3] for i in range(len(PROMPTS))]
+    prompts: Sequence[Any] = (
+        PROMPTS if lab.tokenizer is not None else [[7 * i + 1, i + 1, 3] for i in range(len(PROMPTS))]
+    )
     prompts = prompts[: lab.buckets[-1]]
     return lab.generate(prompts, [8 * (index + 1) for index in range(len(prompts))], stop_at_end=False)
 
 
-def _records(lab: Lab, comparisons: Sequence[Comparison], context: int) -> list[Record]:
+def _records(lab: Lab, comparisons: Sequence[Comparison]) -> list[Record]:
     run = new_run()
     return [
         make_record(
-            bench="demo", arm=arm.name, device=lab.device, run=run,
+            bench="demo",
+            arm=arm.name,
+            device=lab.device,
+            run=run,
             metrics={"step_ms": arm.median and arm.median * 1e3, "verdict": arm.verdict, "error": arm.error},
             samples={"step_ms": [seconds * 1e3 for instance in arm.instances for seconds in instance]},
-            model=lab.name, weights=lab.weights, dtype=str(lab.dtype).removeprefix("torch."), workload=each.workload,
+            model=lab.name,
+            weights=lab.weights,
+            dtype=_dtype(lab),
+            workload=each.workload,
             parity=each.parity[arm.name].as_dict() if arm.name in each.parity else None,
-            coverage=each.coverage[arm.name].as_dict(), notes=each.note,
+            coverage=each.coverage[arm.name].as_dict(),
+            notes=each.note,
         )
         for each in comparisons
         for arm in each.times.arms
-    ]  # fmt: skip
+    ]
 
 
-def _digits(value: float | None, scale: float = 1.0) -> str | None:
-    return None if value is None else f"{value * scale:.3g}"
+def _dtype(lab: Lab) -> str:
+    return str(lab.dtype).removeprefix("torch.")
+
+
+def _milli(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds * 1e3:.3g}"
