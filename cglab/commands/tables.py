@@ -46,9 +46,7 @@ def results(options: Namespace) -> Outcome:
         }
         for record in records
     ]
-    table = (
-        text_table(list(rows[0]), [list(row.values()) for row in rows]) if rows else "nothing yet"
-    )
+    table = text_table(list(rows[0]), [list(row.values()) for row in rows]) if rows else "nothing yet"
     return Outcome(table, [record.as_dict() for record in records])
 
 
