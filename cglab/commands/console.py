@@ -55,9 +55,10 @@ def progress_bar(total: int | None, title: str, unit: str = "step") -> Iterator[
     """A tqdm bar on standard error; a log file gets a line now and then instead of a moving bar."""
     from tqdm import tqdm
 
-    interval = 0.1 if sys.stderr.isatty() else 10.0
+    live = sys.stderr.isatty()
+    pace = {"leave": not live, "mininterval": 0.1 if live else 10.0}
     # The delay keeps a refusal at once free of an empty bar.
-    with tqdm(total=total, desc=title, unit=unit, leave=False, mininterval=interval, delay=0.1) as bar:
+    with tqdm(total=total, desc=title, unit=unit, delay=0.1, **pace) as bar:
         yield bar
 
 
