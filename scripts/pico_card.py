@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -125,7 +124,7 @@ def write_model(
             shutil.copy(data / name, folder / name)
         for file in folder.iterdir():
             file.chmod(0o644)
-            os.replace(file, out / file.name)
+            file.replace(out / file.name)
 
 
 def model_card(card: dict[str, Any]) -> str:

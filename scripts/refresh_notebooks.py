@@ -5,9 +5,9 @@
     python scripts/refresh_notebooks.py --check      execute nothing; exit 1 and name what is wrong
 
 Normal form keeps what a reader needs (outputs, execution counts, cell ids) and drops what differs from run to
-run or machine to machine: times, widget state and views, the interpreter's version and kernel name. nbval
-compares a checked cell only if it was stored with an execution count, and passes it in silence otherwise; that
-is why ``--check`` exists.
+run or machine to machine: times, widget state and views, the interpreter's version and kernel name. A checked
+cell that was stored without an execution count is not compared by nbval and passes in silence: that is why
+``--check`` exists.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+from nbformat.reader import NotJSONError
 from nbstripout import strip_output
+from traitlets import default
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 CELL_SECONDS = 120
@@ -38,6 +40,14 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 PLOTLY = "application/vnd.plotly.v1+json"
 _CHECK_COMMENT = re.compile(r"^\s*#\s*NBVAL_CHECK_OUTPUT\b", re.MULTILINE)
 _DROPPED_KEYS = ["metadata.widgets", "cell.metadata.execution"]
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Starts kernels of the interpreter that runs this script, whatever kernels a user has registered."""
+
+    @default("kernel_spec_manager")
+    def _without_registered_kernels(self) -> KernelSpecManager:
+        return KernelSpecManager(kernel_dirs=[], parent=self)
 
 
 def normal_form(notebook: NotebookNode) -> NotebookNode:
@@ -60,12 +70,11 @@ def execute(notebook: NotebookNode, folder: Path, *, cell_seconds: int = CELL_SE
         folder: working folder of the kernel.
         cell_seconds: time limit of one cell, in seconds.
     """
-    # Without kernel folders, "python3" can only be the interpreter that runs this script.
-    kernels = KernelSpecManager(kernel_dirs=[])
     executed = deepcopy(notebook)
     client = NotebookClient(
         executed,
-        km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=kernels),
+        kernel_name="python3",
+        kernel_manager_class=ThisInterpreter,
         timeout=cell_seconds,
         record_timing=False,
         coalesce_streams=True,
@@ -141,11 +150,11 @@ def _code_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def _parse(text: str) -> NotebookNode:
-    return cast("NotebookNode", nbformat.reads(text, as_version=4))  # type: ignore[no-untyped-call]
+    return cast("NotebookNode", nbformat.reads(text, as_version=4))
 
 
 def _text(notebook: NotebookNode) -> str:
-    return cast("str", nbformat.writes(notebook)) + "\n"  # type: ignore[no-untyped-call]
+    return cast("str", nbformat.writes(notebook)) + "\n"
 
 
 def _replace(path: Path, text: str) -> None:
@@ -173,15 +182,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such notebook: {', '.join(missing)}")
     failed = False
     for path in files:
-        if not options.check:
-            try:
+        try:
+            if not options.check:
                 changed = refresh(path, cell_seconds=options.seconds)
-            except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-                print(f"{path.name}: kept as it was, because it failed:\n{error}", file=sys.stderr)
-                failed = True
-                continue
-            print(f"{path.name}: {'stored' if changed else 'unchanged'}")
-        for problem in problems(path):
+                print(f"{path.name}: {'stored' if changed else 'unchanged'}")
+            found = problems(path)
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            found = [f"kept as it was, because it failed:\n{error}"]
+        except NotJSONError as error:
+            found = [f"is not a notebook: {error}"]
+        for problem in found:
             print(f"{path.name}: {problem}", file=sys.stderr)
             failed = True
     return int(failed)

@@ -24,7 +24,7 @@ from pico_card import write_model
 from torch import Tensor, nn
 
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Decoder
+from cglab.models.decoder import Attend, Decoder
 
 CONTEXT = 1024
 SHAPE = ModelConfig(
@@ -46,7 +46,7 @@ CALIBRATION = (20, 60)  # the speed between these steps fixes how many there wil
 WARM_UP = 200
 
 
-def causal_attention(window: int):
+def causal_attention(window: int) -> Attend:
     """An ``attend`` callable over whole windows laid end to end, without a cache."""
 
     def attend(layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -94,8 +94,9 @@ def tie_head_norms(model: Decoder) -> None:
     def summed(gradient: Tensor) -> Tensor:
         return torch.cat([part.sum(0, keepdim=True).expand_as(part) for part in gradient.split(heads)])
 
-    for block in model.blocks:
-        block.attention.head_norm.register_hook(summed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("head_norm"):
+            parameter.register_hook(summed)
 
 
 def batches(tokens: Tensor, batch: int, seed: int) -> Iterator[Tensor]:

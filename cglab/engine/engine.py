@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 
 import numpy as np
 import torch
@@ -166,7 +165,7 @@ class Engine:
         for prompt, limit in zip(prompts, limits, strict=True):
             self.check([prompt], limit)
         requests = [Request(i, list(p), limit) for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))]
-        before = deepcopy(runner.coverage())
+        before = runner.coverage().copy()
         started = time.perf_counter()
 
         def clock() -> float:

@@ -70,7 +70,7 @@ def bucket_list(
     if maximum < 1 or alignment < 1:
         raise BucketError(f"maximum and alignment must be at least 1, got {maximum} and {alignment}")
     if explicit is not None:
-        return _checked_explicit(explicit, maximum, alignment)
+        return checked_sizes(explicit, maximum=maximum, alignment=alignment)
     top = maximum - maximum % alignment
     if top == 0:
         raise BucketError(f"no size is a multiple of {alignment} within the maximum {maximum}")
@@ -78,7 +78,12 @@ def bucket_list(
     return sorted(size for size in aligned if size <= top)
 
 
-def _checked_explicit(explicit: Sequence[int], maximum: int, alignment: int) -> list[int]:
+def checked_sizes(explicit: Sequence[int], *, maximum: int | None = None, alignment: int = 1) -> list[int]:
+    """A user's own sizes, ascending, or the reason why they cannot be taken.
+
+    Raises:
+        BucketError: as ``bucket_list``.
+    """
     sizes = list(explicit)
     if not sizes:
         raise BucketError("the list of bucket sizes is empty; give at least one, or none to use the rule")
@@ -87,7 +92,7 @@ def _checked_explicit(explicit: Sequence[int], maximum: int, alignment: int) -> 
         raise BucketError(f"bucket sizes are whole numbers from 1; {wrong[0]!r} is not")
     if len(set(sizes)) != len(sizes):
         raise BucketError(f"bucket sizes are given twice: {sorted(s for s in set(sizes) if sizes.count(s) > 1)}")
-    over = [size for size in sizes if size > maximum]
+    over = [size for size in sizes if maximum is not None and size > maximum]
     if over:
         raise BucketError(
             f"bucket {over[0]} is above the maximum of {maximum} that the buffers hold; "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cglab.errors import SlotError
 from cglab.graphs.address import AddressContract, Getter, InputWatch, closed_over
 from cglab.graphs.backends import check_backend
-from cglab.graphs.buckets import bucket_list
+from cglab.graphs.buckets import checked_sizes
 from cglab.graphs.captured import Captured, Options
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.slots import Slot
@@ -209,8 +209,7 @@ def capture(
         >>> f = capture(lambda x: x.relu(), slots={"x": Slot(pad=0.0)}, buckets=(1, 2, 4))
     """
     check_backend(backend)
-    sizes = list(buckets)
-    bucket_list(max(sizes, default=1), explicit=sizes)
+    sizes = checked_sizes(buckets)
     parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     strange = [name for name in slots if name not in parameters]

@@ -24,12 +24,12 @@ from cglab.errors import (
 )  # fmt: skip
 from cglab.graphs.address import AddressContract
 from cglab.graphs.backends import BACKENDS, Backend, CaptureCost, check_backend
-from cglab.graphs.breaks import capturing
+from cglab.graphs.breaks import BreakCall, capturing
 from cglab.graphs.buckets import smallest_bucket, within_ceiling
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.outputs import LiveView, Stored, rows_per_size
-from cglab.graphs.recorder import Pool, Recorder, recorder_for
+from cglab.graphs.recorder import Pool, Recorder, Segment, recorder_for
 from cglab.graphs.selfcheck import Vary, self_check, vary_rows
 from cglab.graphs.slots import Padding, SharedBuffers, Slot, StaticBuffers
 
@@ -232,9 +232,7 @@ class Captured:
                 if not slot.optional and slot.pad is not Padding.KEEP:
                     raise SlotError(f"slot {name!r} of {self.name} was given no tensor; only optional slots may be None")
                 continue
-            rows = slot.rows_of(value)
-            if rows == -1:
-                raise SlotError(f"slot {name!r} has {tuple(value.shape)}: axis {slot.axis} is no multiple of its width {slot.width}")
+            rows = slot.rows_of(name, value)
             if rows is not None:
                 sizes[name] = rows
         if len(set(sizes.values())) > 1:
@@ -374,8 +372,12 @@ class Captured:
 
     def inspect(self, size: int) -> list[str]:
         """What was recorded for a bucket, in order."""
-        assert self._backend is not None  # noqa: S101 - nothing to inspect otherwise
-        return [line for step in self._backend.artifact(self.key(size)).steps for line in step.operations()]
+        return [line for step in self.steps_of(size) for line in step.operations()]
+
+    def steps_of(self, size: int) -> tuple[Segment | BreakCall, ...]:
+        """The recorded segments and breaks of a bucket, in order of replay."""
+        assert self._backend is not None  # noqa: S101 - only a captured bucket has them
+        return self._backend.artifact(self.key(size)).steps
 
     @property
     def captured_sizes(self) -> list[int]:

@@ -119,6 +119,10 @@ class Coverage:
             "notes": dict(self.notes),
         }
 
+    def copy(self) -> Coverage:
+        """These counts, to subtract later."""
+        return self - Coverage()
+
     def __sub__(self, earlier: Coverage) -> Coverage:
         """What was counted since ``earlier``, a copy of this coverage."""
         return Coverage(

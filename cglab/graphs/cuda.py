@@ -25,7 +25,7 @@ from cglab.errors import (
 )  # fmt: skip
 from cglab.graphs import faults
 from cglab.graphs.places import place_of_error
-from cglab.graphs.recorder import Pool, Result
+from cglab.graphs.recorder import Pool, Result, explained
 from cglab.graphs.refusals import HOST_READ_ADVICE, NEW_INPUT_ADVICE
 from cglab.graphs.streams import StreamWatch, install
 
@@ -201,17 +201,14 @@ class CudaRecorder:
 
     def warm_up(self, function: Callable[[], Result]) -> Result:
         """Runs the function on the capture stream (B02)."""
-        try:
-            with self._on_stream():
-                result = function()
-        except torch.OutOfMemoryError as error:
-            raise explain(error) from error
-        self.synchronize()
+        with explained(explain), self._on_stream():
+            result = function()
+            self.synchronize()
         return result
 
     def shape_of(self, function: Callable[[], Result]) -> Result:
         """One run on another stream, so that it warms nothing up for the capture."""
-        with torch.no_grad():
+        with explained(explain), torch.no_grad():
             return function()
 
     @contextmanager
@@ -221,19 +218,16 @@ class CudaRecorder:
         take = CudaTake(pool, watch)
         self.synchronize()
         try:
-            with self._on_stream(), watch.watching(), _fault_mode():
+            with explained(lambda error: explain(error, watch.foreign)), self._on_stream(), watch.watching(), _fault_mode():
                 try:
                     take.resume()
                     yield take
                 except BaseException:
                     take.abandon()
                     raise
-        except BaseException as error:
-            explained = explain(error, watch.foreign)
+        except BaseException:
             heal(self.stream)
-            if explained is error:
-                raise
-            raise explained from error
+            raise
 
     def footprint(self) -> int:
         """Driver memory in use that the caching allocator does not account for."""
@@ -286,7 +280,7 @@ def explain(error: BaseException, foreign: Place | None = None) -> BaseException
     code = place.code if place else ""
     if isinstance(error, torch.OutOfMemoryError):
         return CaptureMemoryError(
-            f"memory ran out while recording: {text}", place=place, advice="capture fewer or smaller buckets, or free memory first"
+            f"memory ran out during the capture: {text}", place=place, advice="capture fewer or smaller buckets, or free memory first"
         )
     if foreign is not None or "unjoined" in lowered or "dependency created on uncaptured" in lowered:
         return UnjoinedStreamError(
@@ -294,7 +288,7 @@ def explain(error: BaseException, foreign: Place | None = None) -> BaseException
             advice="fork with side.wait_stream(current) and join with current.wait_stream(side), or use an @cglab.eager_break",
         )
     if "captur" not in lowered or isinstance(error, faults.PlannedFault):
-        return CaptureError(f"the function raised while it was recorded: {text}", place=place)
+        return CaptureError(f"the function raised while it was captured: {text}", place=place)
     if "generator not in capture mode" in lowered or "outside graph capture" in lowered:
         return UnsupportedOperationError(
             f"a random generator takes part that the capture does not know, so every replay would draw alike: {text}",

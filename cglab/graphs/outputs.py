@@ -129,7 +129,9 @@ class LiveView(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Checks every view among the arguments, then computes on plain tensors."""
+        """Checks every view among the arguments, then computes on plain tensors; a view of a view is watched too."""
+        watched: dict[int, Any] = {}
+
         def plain(view: LiveView) -> Tensor:
             current = view.__dict__.get("_is_current")
             if current is not None and not current():
@@ -137,8 +139,13 @@ class LiveView(Tensor):
                     "this output was overwritten by a later replay; clone() it before the next call, "
                     "or capture with clone=True"
                 )
+            watched[view.untyped_storage()._cdata] = current
             return view.as_subclass(Tensor)
+
+        def watch(result: Tensor) -> Tensor:
+            current = watched.get(result.untyped_storage()._cdata) if result.layout == torch.strided else None
+            return result if current is None else LiveView.wrap(result, current)
 
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = tree_map_only(LiveView, plain, (args, kwargs or {}))
-            return func(*args, **kwargs)
+            return tree_map_only(Tensor, watch, func(*args, **kwargs))

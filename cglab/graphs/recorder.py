@@ -152,6 +152,18 @@ class Recorder(Protocol):
         ...
 
 
+@contextmanager
+def explained(explain: Callable[[BaseException], BaseException]) -> Iterator[None]:
+    """Replaces an error of a warm-up or recording by what ``explain`` makes of it."""
+    try:
+        yield
+    except BaseException as error:
+        told = explain(error)
+        if told is error:
+            raise
+        raise told from error
+
+
 def recorder_for(device: torch.device | str, name: str = "auto") -> Recorder:
     """The recorder of a device: ``tape`` on a CPU, ``cuda`` on a GPU.
 

@@ -65,12 +65,13 @@ class Slot:
         """Returns the slot with shape and dtype filled in from ``example``.
 
         Raises:
-            SlotError: if neither the slot nor the example says what they are.
+            SlotError: if neither the slot nor the example says what they are, or the example is no dense tensor.
         """
         if self.shape is not None and self.dtype is not None:
             return self
         if example is None:
             raise SlotError(f"slot {name!r} has no shape or dtype and no example was given; pass one or declare both")
+        require_dense(name, example)
         shape = self.shape
         if shape is None:
             if self.axis is not None and not -example.dim() <= self.axis < example.dim():
@@ -79,12 +80,36 @@ class Slot:
             shape = tuple(-1 if i == axis else n for i, n in enumerate(example.shape))
         return replace(self, shape=shape, dtype=self.dtype or example.dtype)
 
-    def rows_of(self, value: Tensor) -> int | None:
-        """Live size that ``value`` stands for, or None for a slot of fixed shape."""
+    def rows_of(self, name: str, value: Tensor) -> int | None:
+        """Live size that ``value`` stands for, or None for a slot of fixed shape.
+
+        Raises:
+            SlotError: if it is no dense tensor, lacks the axis, or does not divide by the width.
+        """
+        require_dense(name, value)
         if self.axis is None:
             return None
+        if not -value.dim() <= self.axis < value.dim():
+            raise SlotError(f"slot {name!r} grows on axis {self.axis}, but its value has shape {tuple(value.shape)}")
         rows, rest = divmod(value.shape[self.axis], self.width)
-        return rows if rest == 0 else -1
+        if rest:
+            raise SlotError(
+                f"slot {name!r} has shape {tuple(value.shape)}: axis {self.axis} is no multiple of its width {self.width}"
+            )
+        return rows
+
+
+def require_dense(name: str, value: object) -> None:
+    """Refuses what has no fixed memory of its own to copy from.
+
+    Raises:
+        SlotError: for anything but a dense tensor (P22).
+    """
+    if not isinstance(value, Tensor):
+        raise SlotError(f"slot {name!r} takes a tensor, got a {type(value).__name__}")
+    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+        kind = "quantized" if value.is_quantized else "nested" if value.is_nested else value.layout
+        raise SlotError(f"slot {name!r} takes a dense tensor, got a {kind} one")
 
 
 class SharedBuffers:
@@ -166,12 +191,9 @@ class StaticBuffers:
         A shape that does not fit is a reason to run eager; a wrong kind of tensor is the caller's mistake.
 
         Raises:
-            SlotError: for a wrong dtype or number of axes, or a sparse, nested or quantised tensor (P22).
+            SlotError: for a wrong dtype or number of axes (P22).
         """
         slot, target = self.slots[name], self._rows(name, 0, size)
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
-            kind = f"a {value.layout} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise SlotError(f"slot {name!r} takes a dense tensor, got {kind}")
         if value.dtype != target.dtype:
             raise SlotError(
                 f"slot {name!r} holds {target.dtype}, got {value.dtype}; convert it before the call, "

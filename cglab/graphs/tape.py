@@ -27,7 +27,7 @@ from cglab.errors import CaptureError, CaptureMemoryError, NewInputError, Unsupp
 from cglab.graphs import faults
 from cglab.graphs.out_forms import OutForm, out_form
 from cglab.graphs.places import place_of_error, place_of_stack
-from cglab.graphs.recorder import Result
+from cglab.graphs.recorder import Result, explained
 from cglab.graphs.refusals import HostReadWatch, refusal
 from cglab.graphs.tape_pool import TapePool
 from cglab.graphs.writes import WriteJournal, written_tensors
@@ -190,7 +190,7 @@ class TapeRecorder:
                 error.summary, operation=error.operation, place=place_of_stack(sys._getframe()), advice=error.advice
             )
 
-        with torch.no_grad(), WriteJournal().recording(), HostReadWatch(refuse):
+        with explained(explain), torch.no_grad(), WriteJournal().recording(), HostReadWatch(refuse):
             return function()
 
     @contextmanager
@@ -199,20 +199,17 @@ class TapeRecorder:
         that does not execute."""
         take = TapeTake(pool)
         try:
-            with torch.no_grad(), take:
+            with explained(explain), torch.no_grad(), take:
                 yield take
-        except BaseException as error:
+        except BaseException:
             take._nodes = []
-            explained = explain(error)
-            if explained is error:
-                raise
-            raise explained from error
+            raise
         finally:
             take.journal.restore()
 
     def shape_of(self, function: Callable[[], Result]) -> Result:
         """One run, its writes undone."""
-        with torch.no_grad(), WriteJournal().recording():
+        with explained(explain), torch.no_grad(), WriteJournal().recording():
             return function()
 
     def footprint(self) -> int:
@@ -231,8 +228,8 @@ def explain(error: BaseException) -> BaseException:
     traceback.clear_frames(error.__traceback__)
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return CaptureMemoryError(f"memory ran out while recording: {text}", place=place, advice="capture fewer or smaller buckets")
-    return CaptureError(f"the function raised while it was recorded: {text}", place=place)
+        return CaptureMemoryError(f"memory ran out during the capture: {text}", place=place, advice="capture fewer or smaller buckets")
+    return CaptureError(f"the function raised while it was captured: {text}", place=place)
 
 
 def _is_composite(func: Any) -> bool:

@@ -135,7 +135,8 @@ class Lab:
     def _workload(self, batch: int | None, context: int | None) -> tuple[int, int]:
         return batch or min(4, self.buckets[-1]), context or min(128, self.max_context)
 
-    def _describe(self, step: DecodeStep) -> dict[str, Any]:
+    def describe(self, step: DecodeStep) -> dict[str, Any]:
+        """The workload of a step as it is recorded."""
         bucket = next((size for size in self.buckets if size >= step.live), None)
         return {"batch": step.live, "context": step.context, "bucket": bucket, "cache": self.max_context}
 
@@ -167,13 +168,13 @@ class Lab:
             raise ToggleError(f"arms are compared with each other, each once; got {checked}")
         batch, context = self._workload(batch, context)
         runners = {arm: self.runner(arm) for arm in checked}
-        before = {arm: runner.coverage() - Coverage() for arm, runner in runners.items()}
+        before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
         with steady_decode(self.engine, batch, context) as step:
             parity = {arm: self.step_parity(arm, step) for arm in checked if arm != "eager"}
             times = interleave(
                 {arm: self._timed(runner, step) for arm, runner in runners.items()}, instances=instances, repeats=repeats
             )
-            workload = self._describe(step)
+            workload = self.describe(step)
         return Comparison(
             name, workload, self.group.recorder.name, times, parity,
             {arm: runner.coverage() - before[arm] for arm, runner in runners.items()},
@@ -224,7 +225,7 @@ class Lab:
             for arm in checked:
                 runner = self.runner(arm)
                 traces[arm] = profile(partial(runner.run, step.live, **step.inputs), steps=steps, device=self.device)
-            workload = self._describe(step)
+            workload = self.describe(step)
         return Profile(name, workload, traces)
 
     def coverage(self) -> dict[str, Coverage]:

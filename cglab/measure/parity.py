@@ -96,7 +96,7 @@ def compare_logits(captured: Tensor, reference: Tensor, *, bound: float = 0.0) -
             f"logits are compared in one shape and dtype, [rows, vocab] or [steps, rows, vocab]: captured is "
             f"{list(captured.shape)} {captured.dtype}, reference {list(reference.shape)} {reference.dtype}"
         )
-    if captured.numel() == 0 or not captured.is_floating_point() or not bound >= 0:
+    if captured.numel() == 0 or not captured.is_floating_point() or not 0 <= bound < inf:
         raise InputError(f"nothing to compare: {list(captured.shape)} {captured.dtype}, bound {bound}")
     steps = captured if captured.dim() == 3 else captured.unsqueeze(0)
     wanted = (reference if reference.dim() == 3 else reference.unsqueeze(0)).to(captured.device)

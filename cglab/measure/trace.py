@@ -207,7 +207,8 @@ class Trace:
             idle_from = low
             for event in events[bisect_left(starts, low) : bisect_right(starts, high)]:
                 if event.start > idle_from:
-                    found.append(((idle_from, event.start), _cause(event, idle_from)))
+                    cause = "host_wait" if idle_from == low else _cause(event, idle_from)
+                    found.append(((idle_from, event.start), cause))
                 idle_from = max(idle_from, event.end)
             if high > idle_from:
                 found.append(((idle_from, high), "host_wait"))

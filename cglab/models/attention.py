@@ -108,8 +108,19 @@ class DecodeAttention:
     def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attends in one layer; see ``decoder.Attend``."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
-        tensors = (query, key, value, out, self.out_slots, self.slots, self.mask)
-        _decode(self.kv, layer_index, self.width, *tensors, self.live)
+        _decode(
+            self.kv,
+            layer_index,
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            out_slots=self.out_slots,
+            slots=self.slots,
+            mask=self.mask,
+            width=self.width,
+            live=self.live,
+        )
         return out
 
 
@@ -117,7 +128,7 @@ class DecodeAttention:
 def _decode(
     kv: PagedKV,
     layer_index: int,
-    width: int,
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -125,6 +136,7 @@ def _decode(
     out_slots: Tensor,
     slots: Tensor,
     mask: Tensor,
+    width: int,
     live: LiveRows,
 ) -> None:
     """Stores keys and values and attends; zeroes the padded rows of ``out`` (P53, P54)."""
@@ -160,7 +172,16 @@ class PrefillAttention:
     def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attends in one layer; see ``decoder.Attend``."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
-        _prefill(self.kv, layer_index, query, key, value, out, self.out_slots, self.live)
+        _prefill(
+            self.kv,
+            layer_index,
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            out_slots=self.out_slots,
+            live=self.live,
+        )
         return out
 
 
@@ -168,6 +189,7 @@ class PrefillAttention:
 def _prefill(
     kv: PagedKV,
     layer_index: int,
+    *,
     query: Tensor,
     key: Tensor,
     value: Tensor,

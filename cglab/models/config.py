@@ -152,7 +152,7 @@ class _Fields:
         return float(value)
 
     def flag(self, name: str) -> bool:
-        value = self._given(name, False)
+        value = self._given(name, default=False)
         if type(value) is not bool:
             raise self._malformed(name, value, "true or false")
         return value

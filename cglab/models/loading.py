@@ -69,7 +69,7 @@ def load_model(
     except BaseException:
         model.to("meta")  # the traceback holds the model: let go of its memory
         raise
-    return LoadedModel(model.eval().requires_grad_(False), config, tokenizer, "trained")
+    return LoadedModel(model.eval().requires_grad_(requires_grad=False), config, tokenizer, "trained")
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def random_model(
     Returns:
         The decoder, in evaluation mode and without gradients.
     """
-    model = Decoder(config, device=device, dtype=dtype).eval().requires_grad_(False)
+    model = Decoder(config, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" in name:

@@ -1,6 +1,7 @@
 """nbval proves little about a notebook that stores nothing; these guards close that gap."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,11 +106,19 @@ def test_refresh_is_idempotent_and_leaves_a_well_notebook(tmp_path):
     assert cells[3]["outputs"] == []
 
 
-def test_kernel_is_the_interpreter_that_refreshes(tmp_path):
-    source = "# NBVAL_CHECK_OUTPUT\nimport sys\nprint(sys.executable)"
+def test_kernel_is_the_interpreter_that_refreshes_and_ends_with_it(tmp_path, monkeypatch):
+    foreign = tmp_path / "kernels" / "python3"
+    foreign.mkdir(parents=True)
+    spec = {"argv": ["false"], "display_name": "Python 3", "language": "python"}
+    (foreign / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    source = "# NBVAL_CHECK_OUTPUT\nimport os, sys\nprint(sys.executable, os.getpid())"
     path = write(tmp_path / "kernel.ipynb", new_markdown_cell("# Kernel"), new_code_cell(source))
     refresh(path)
-    assert json.loads(path.read_text())["cells"][1]["outputs"][0]["text"] == [sys.executable + "\n"]
+    executable, process = json.loads(path.read_text())["cells"][1]["outputs"][0]["text"][0].split()
+    assert executable == sys.executable
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(process), 0)
 
 
 def test_failing_cell_keeps_the_old_file_and_the_next_notebook_runs(tmp_path, capsys):
@@ -143,6 +152,14 @@ def test_check_exits_1_and_executes_nothing(tmp_path, capsys):
     assert refresh_notebooks.main(["--check", str(path)]) == 1
     assert "never executed" in capsys.readouterr().err
     assert path.read_bytes() == before
+
+
+def test_a_file_that_is_no_notebook_is_said_and_left(tmp_path, capsys):
+    path = tmp_path / "torn.ipynb"
+    path.write_text('{"cells": [')
+    assert refresh_notebooks.main([str(path)]) == 1
+    assert "torn.ipynb: is not a notebook" in capsys.readouterr().err
+    assert path.read_text() == '{"cells": ['
 
 
 @pytest.fixture

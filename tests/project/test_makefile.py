@@ -1,5 +1,6 @@
 """`make` comes first for a newcomer: it finds a Python, says when there is none, and keeps Jupyter local."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -7,8 +8,13 @@ import pytest
 
 
 def make(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # These tests may run under `make test`, whose own flags are not theirs.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }
+    command = ["make", *arguments]
     return subprocess.run(
-        ["make", *arguments], cwd=root, capture_output=True, text=True, check=False, timeout=120
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=120
     )
 
 

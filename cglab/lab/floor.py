@@ -1,0 +1,38 @@
+"""The floor of a decode step: the bytes that must be read, over the read bandwidth measured in the same run."""
+
+from __future__ import annotations
+
+import torch
+
+from cglab.engine.workload import DecodeStep
+from cglab.graphs.clocks import clock_for, sample_seconds
+from cglab.models.config import ModelConfig
+from cglab.models.decoder import Decoder
+
+
+def bytes_read(model: Decoder, config: ModelConfig, step: DecodeStep) -> int:
+    """Bytes that one step cannot avoid reading.
+
+    Every weight once, but an untied embedding, of which only the live rows are gathered (a tied one is the head, so
+    it counts whole); and the live KV of every layer.
+    """
+    weights = {parameter.data_ptr(): parameter.numel() * parameter.element_size() for parameter in model.parameters()}
+    if not config.tie_embeddings:
+        table = model.embedding.weight
+        weights[table.data_ptr()] = step.live * config.hidden_size * table.element_size()
+    element = next(model.parameters()).element_size()
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * element * step.live * step.context
+    return sum(weights.values()) + cache
+
+
+def read_bandwidth(device: torch.device, gigabytes: float = 4.0) -> float:
+    """Bytes a second that a plain reduction reads on this device now: the best of a few passes over one buffer.
+
+    Args:
+        device: what is measured.
+        gigabytes: size of the buffer; several times the last cache.
+    """
+    elements = int(gigabytes * 1e9 / 4)
+    buffer = torch.ones(elements, dtype=torch.float32, device=device)
+    seconds = min(sample_seconds(buffer.sum, clock_for(device), repeats=10, warmup=3))
+    return elements * 4 / seconds

@@ -1,0 +1,81 @@
+"""Faults planted on purpose: each takes one guard away, and the oracles must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from cglab.errors import ToggleError
+from cglab.graphs.captured import Captured
+from cglab.graphs.slots import Slot, StaticBuffers
+from cglab.runners.decode import DecodeRunner
+
+PLANTS: Mapping[str, str] = {
+    "stale-tail": "padded tails keep what an earlier, larger batch left there",
+    "live-slot-in-padding": "padded rows write their KV to a slot that belongs to a request",
+    "missed-copy-in": "one static input is not refreshed before a replay",
+    "untrimmed-output": "padded rows are handed out with the live ones",
+}
+
+
+def _keep_tail(original: Callable[..., None]) -> Callable[..., None]:
+    def load(self: StaticBuffers, values: Any, live: int, size: int) -> None:
+        del size
+        original(self, values, live, live)
+
+    return load
+
+
+def _skip_one(original: Callable[..., None]) -> Callable[..., None]:
+    def load(self: StaticBuffers, values: Mapping[str, Any], live: int, size: int) -> None:
+        original(self, {name: value for name, value in values.items() if name != "positions"}, live, size)
+
+    return load
+
+
+def _live_slot(original: Callable[..., dict[str, Slot]]) -> Callable[..., dict[str, Slot]]:
+    def slots(self: DecodeRunner) -> dict[str, Slot]:
+        first_live = self.kv.page_size  # position 0 of page 1, the first page that is given out
+        found = original(self)
+        return {**found, "out_slots": replace(found["out_slots"], pad=first_live)}
+
+    return slots
+
+
+def _no_trim(original: Callable[..., Any]) -> Callable[..., Any]:
+    def trim(self: Captured, output: Any, live: int, size: int) -> Any:
+        del live
+        return original(self, output, size, size)
+
+    return trim
+
+
+_PATCHES: Mapping[str, tuple[type, str, Callable[[Any], Any]]] = {
+    "stale-tail": (StaticBuffers, "load", _keep_tail),
+    "live-slot-in-padding": (DecodeRunner, "slots", _live_slot),
+    "missed-copy-in": (StaticBuffers, "load", _skip_one),
+    "untrimmed-output": (Captured, "trim", _no_trim),
+}
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Takes one guard away for the extent of the context; None takes none.
+
+    Raises:
+        ToggleError: for an unknown fault.
+    """
+    if name is None:
+        yield
+        return
+    if name not in PLANTS:
+        raise ToggleError(f"{name!r} is no planted fault; good names: {', '.join(PLANTS)}")
+    owner, method, patch = _PATCHES[name]
+    original = getattr(owner, method)
+    setattr(owner, method, patch(original))
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)

@@ -1,0 +1,121 @@
+import json
+
+import pytest
+
+from cglab.errors import ModelError
+from cglab.models.config import PRESETS, Llama3Scaling, ModelConfig
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """A function that writes config.json (and generation_config.json) and reads the folder."""
+
+    def read(content, generation=None):
+        (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return ModelConfig.from_folder(tmp_path)
+
+    return read
+
+
+def test_what_a_llama_leaves_out_has_its_defaults(read):
+    config = read(LLAMA)
+    assert (config.num_kv_heads, config.head_dim, config.group) == (4, 16, 1)
+    assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 10000.0, None)
+    assert not config.qk_norm and not config.tie_embeddings and config.eos_token_ids == ()
+
+
+def test_what_a_qwen3_leaves_out_has_its_defaults(read):
+    config = read(LLAMA | {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2})
+    assert config.qk_norm and (config.head_dim, config.group) == (128, 2)
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
+        {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0}},
+        {"rope_theta": 500000, "rope_scaling": LLAMA3 | {"type": "llama3"}, "rope_parameters": None},
+    ],
+)
+def test_the_rotary_settings_are_read_in_old_and_new_form(read, rotary):
+    config = read(LLAMA | rotary)
+    assert config.rope_theta == 500000.0 and config.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
+
+
+def test_end_tokens_are_those_that_generation_uses(read):
+    assert read(LLAMA | {"eos_token_id": 2}).eos_token_ids == (2,)
+    assert read(LLAMA | {"eos_token_id": 2, "bos_token_id": 1}).bos_token_id == 1
+    assert read(LLAMA | {"eos_token_id": 2}, {"eos_token_id": [2, 5]}).eos_token_ids == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architectures is GPT2LMHeadModel; supported: Qwen3ForCausalLM, Llama",
+        ),
+        ({"architectures": None}, "architectures is missing; supported: Qwen3ForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu; supported: silu"),
+        ({"use_sliding_window": True}, "use_sliding_window is True; supported: False"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "rope_type is yarn; supported: default, llama3",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 4}},
+            "low_freq_factor is missing, a positive number",
+        ),
+        ({"rope_scaling": "yes"}, "rope_scaling is 'yes', an object is expected"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor is 0\.5; supported: 1\.0",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\).*open the unquantised model"),
+        ({"vocab_size": None}, "vocab_size is missing, a positive integer is expected"),
+        ({"hidden_size": "64"}, "hidden_size is '64', a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, a positive integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True, a positive integer"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny', a positive number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', a token id or a list"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 key and value heads"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+    ],
+)
+def test_what_cannot_be_computed_or_read_is_told(read, change, message):
+    with pytest.raises(ModelError, match=message):
+        read(LLAMA | change)
+
+
+def test_files_that_are_no_configuration_are_told(read, tmp_path):
+    with pytest.raises(ModelError, match=r"cannot be read as JSON .*fetch the file again"):
+        read("{")
+    with pytest.raises(ModelError, match="holds a JSON list, an object is expected"):
+        read("[]")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_presets_cannot_be_changed_by_accident():
+    with pytest.raises(TypeError):
+        PRESETS["qwen3-8b"] = None
