@@ -116,7 +116,7 @@ class Profile:
         technique: the toggle.
         workload: batch, context and bucket.
         traces: by arm.
-        recorded: where and when, for a profile that was loaded; empty for one made here.
+        recorded: of which model, where and when, for a profile that was loaded; empty for one made here.
     """
 
     technique: str
@@ -127,7 +127,7 @@ class Profile:
     @property
     def title(self) -> str:
         """What was profiled, in one line."""
-        return title_of(self.technique, self.workload) + (f", recorded on {self.recorded}" if self.recorded else "")
+        return title_of(self.technique, self.workload) + (f" ({self.recorded})" if self.recorded else "")
 
     def as_frame(self) -> pandas.DataFrame:
         """One row an arm: launches, kernels, busy time, gaps."""

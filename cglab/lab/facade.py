@@ -21,6 +21,9 @@ from cglab.graphs.clocks import clock_for
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.tape_pool import TapePool
 from cglab.lab.comparison import Comparison, Profile
+from cglab.lab.profiles import save_profile, trace_path
+from cglab.lab.prompts import sample_prompts
+from cglab.lab.sweep import Sweep
 from cglab.lab.techniques import Captures, technique
 from cglab.measure.ab import interleave
 from cglab.measure.memory import Memory, memory_now
@@ -111,6 +114,10 @@ class Lab:
             result.append(list(prompt))
         return result
 
+    def sample_prompts(self, count: int = 2) -> list[Any]:
+        """Prompts that this model can take: code where it has a tokenizer, token ids otherwise."""
+        return list(sample_prompts(count, vocabulary=self.config.vocab_size, has_text=self.tokenizer is not None))
+
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
@@ -128,11 +135,13 @@ class Lab:
         Raises:
             InputError: for a prompt that can never run.
         """
+        self._require_open()
         stops = self.config.eos_token_ids if stop_at_end else ()
         decode = self.tokenizer.decode if self.tokenizer is not None else None
         return self.engine.generate(self.encode(prompts), max_new_tokens, self.runner(), stops=stops, decode=decode)
 
     def _workload(self, batch: int | None, context: int | None) -> tuple[int, int]:
+        self._require_open()
         return batch or min(4, self.buckets[-1]), context or min(128, self.max_context)
 
     def describe(self, step: DecodeStep) -> dict[str, Any]:
@@ -181,6 +190,20 @@ class Lab:
             {arm: runner.captured.memory() for arm, runner in runners.items()},
         )  # fmt: skip
 
+    def sweep(
+        self,
+        name: str = "decode",
+        arms: Sequence[str] = ("eager", "full"),
+        *,
+        batches: Sequence[int] | None = None,
+        context: int | None = None,
+        instances: int = 3,
+        repeats: int = 5,
+    ) -> Sweep:
+        """``compare`` at several batch sizes; None takes every bucket."""
+        options: dict[str, Any] = {"context": context, "instances": instances, "repeats": repeats}
+        return Sweep(tuple(self.compare(name, arms, batch=batch, **options) for batch in batches or self.buckets))
+
     def _timed(self, runner: DecodeRunner, step: DecodeStep) -> Callable[[], float]:
         clock = clock_for(self.device, "wall")
 
@@ -208,6 +231,7 @@ class Lab:
         batch: int | None = None,
         context: int | None = None,
         steps: int = 3,
+        save: str | Path | None = None,
     ) -> Profile:
         """Traces a few steps of each arm; never used for times.
 
@@ -217,6 +241,10 @@ class Lab:
             batch: live requests of the step.
             context: tokens that each sees.
             steps: traced steps of each arm.
+            save: a folder to keep the Chrome traces in; ``recorded_profile`` reads them again, Perfetto opens them.
+
+        Raises:
+            ResultsError: if a trace cannot be kept.
         """
         checked = [technique(name).check(arm) for arm in arms]
         batch, context = self._workload(batch, context)
@@ -224,9 +252,13 @@ class Lab:
         with steady_decode(self.engine, batch, context) as step:
             for arm in checked:
                 runner = self.runner(arm)
-                traces[arm] = profile(partial(runner.run, step.live, **step.inputs), steps=steps, device=self.device)
-            workload = self.describe(step)
-        return Profile(name, workload, traces)
+                kept = None if save is None else trace_path(save, name, arm)
+                run = partial(runner.run, step.live, **step.inputs)
+                traces[arm] = profile(run, steps=steps, device=self.device, save=kept)
+            made = Profile(name, self.describe(step), traces)
+        if save is not None:
+            save_profile(made, save, model=self.name, device=self.device)
+        return made
 
     def coverage(self) -> dict[str, Coverage]:
         """Captured and eager steps since the lab was opened, by mode, with reasons."""

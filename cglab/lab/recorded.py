@@ -1,37 +1,26 @@
-"""Results that were recorded before, often on another machine: for a notebook whose machine has no GPU.
-
-Decode results are records in ``data/results/*.jsonl``. A recorded profile is ``<technique>.profile.json`` with the
-Chrome traces that it names beside it; Perfetto opens these too.
-"""
+"""Results that were recorded before, often on another machine: for a notebook whose machine has no GPU."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cglab import settings
-from cglab.errors import ResultsError
-from cglab.lab.comparison import Profile
+from cglab.lab.benches import rows
+from cglab.lab.profiles import results_folder
 from cglab.lab.views import draw
-from cglab.measure.profiling import STEP
 from cglab.measure.record import Record
 from cglab.measure.records import load
-from cglab.measure.trace_file import load_trace
 from cglab.measure.tree import tree_hash
 
 if TYPE_CHECKING:
     import pandas
 
-COLUMNS = ("model", "weights", "dtype", "batch", "context", "arm", "step_ms", "ratio", "parity", "captured")
-
-
 @dataclass(frozen=True)
 class Recorded:
-    """Records of one bench on CUDA devices: of each model and workload the newest run, all its arms.
+    """Records of one bench on CUDA devices: of each model and workload the newest run, with all its arms.
 
     Attributes:
         bench: such as ``decode``.
@@ -65,25 +54,11 @@ class Recorded:
         return f"Recorded {' to '.join(dict.fromkeys((days[0], days[-1])))} {age}; arms measured in turns"
 
     def as_frame(self) -> pandas.DataFrame:
-        """One row a record: workload, arm, ratio to eager in the same run, parity, coverage, every metric."""
+        """One row a record, with the columns that its bench is read by; device and day at the end."""
         import pandas
 
-        eager = {
-            (r.run, r.model, _key(r)): r.metrics.get("step_ms") for r in self.records if r.arm == "eager"
-        }
-        rows: list[dict[str, Any]] = []
-        for record in self.records:
-            step, base = record.metrics.get("step_ms"), eager.get((record.run, record.model, _key(record)))
-            counts = record.coverage or {}
-            rows.append({
-                "model": record.model, "weights": record.weights, "dtype": record.dtype, **record.workload,
-                "arm": record.arm, "step_ms": step,
-                "ratio": step / base if isinstance(step, float) and isinstance(base, float) else None,
-                "parity": (record.parity or {}).get("verdict"),
-                "captured": f"{counts['captured']}/{counts['steps']}" if "captured" in counts else None,
-                **record.metrics, "device": record.device.name, "recorded": record.created[:10], "id": record.id,
-            })  # fmt: skip
-        return pandas.DataFrame(rows, columns=None if rows else list(COLUMNS))
+        when = [{"device": record.device.name, "recorded": record.created[:10]} for record in self.records]
+        return pandas.DataFrame([{**row, **facts} for row, facts in zip(rows(self.records), when, strict=True)])
 
     def plot(self) -> Any:
         """Step time by model, batch size and arm, a plotly figure; it says so where there is nothing yet."""
@@ -116,47 +91,5 @@ def recorded(bench: str = "decode", folder: str | Path | None = None) -> Recorde
         bench: what was measured.
         folder: None takes ``results`` in the data folder; one that does not exist holds nothing.
     """
-    where = _folder(folder)
+    where = results_folder(folder)
     return newest(bench, load(where).records if where.exists() else ())
-
-
-def save_profile(profile: Profile, folder: str | Path, device: str) -> Path:
-    """Describes a profile whose traces were kept in ``folder`` under ``trace_name``; returns the description's path."""
-    path = Path(folder) / f"{profile.technique}.profile.json"
-    facts = {
-        "technique": profile.technique, "workload": profile.workload, "device": device,
-        "created": datetime.now(UTC).isoformat(),
-        "traces": {arm: trace_name(profile.technique, arm) for arm in profile.traces},
-    }  # fmt: skip
-    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-def trace_name(technique: str, arm: str) -> str:
-    """File name of an arm's Chrome trace."""
-    return f"{technique}-{arm}.trace.json.gz"
-
-
-def recorded_profile(technique: str = "decode", folder: str | Path | None = None) -> Profile:
-    """A recorded profile; without traces if there is none.
-
-    Args:
-        technique: the toggle.
-        folder: None takes ``results`` in the data folder.
-
-    Raises:
-        ResultsError: if there is one and it cannot be read.
-    """
-    path = _folder(folder) / f"{technique}.profile.json"
-    if not path.exists():
-        return Profile(technique, {}, {})
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        traces = {arm: load_trace(path.with_name(name)).window(STEP) for arm, name in facts["traces"].items()}
-        return Profile(facts["technique"], facts["workload"], traces, f"{facts['device']}, {facts['created'][:10]}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ResultsError(f"{path} is no recorded profile ({error!r}); record it again with lab.profile(save=...)") from error
-
-
-def _folder(folder: str | Path | None) -> Path:
-    return settings.read_settings().data / "results" if folder is None else Path(folder)

@@ -55,7 +55,7 @@ def comparison(result: Comparison) -> go.Figure:
     top = max((arm.interval.high for arm in arms), default=1.0) * 1e3
     made.update_xaxes(title_text="step time (ms)", range=[0, top * 1.45])
     made.update_yaxes(autorange="reversed", showgrid=False, ticks="")
-    return made.update_layout(showlegend=False)
+    return made.update_layout(showlegend=False, margin_b=48)
 
 
 def batch_sweep(frame: pandas.DataFrame, title: str, note: str = "") -> go.Figure:
@@ -97,7 +97,7 @@ def bucket_cost(memory: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     arms = {arm: list(reversed(rows)) for arm, rows in memory.items() if rows}
     if not arms:
         return empty("Cost of the buckets", "Nothing was captured, so nothing was paid")
-    note = "Captured largest first in one pool: a smaller bucket fits into what a larger one left"
+    note = "Captured largest first, in one pool. Pale: warm-up on the left, outside the pool on the right"
     made = figure("Cost of each bucket", note, height=400, barmode="stack")
     made.set_subplots(1, 2, horizontal_spacing=0.12)
     parts = (
@@ -110,7 +110,7 @@ def bucket_cost(memory: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
         for column, part, opacity, value in parts:
             made.add_bar(
                 x=[row["bucket"] for row in rows], y=[round(value(row), 3) for row in rows], row=1, col=column,
-                name=f"{arm}: {part}", offsetgroup=arm, marker={"color": faded(colour(arm), opacity)},
+                name=arm if part == "capture" else f"{arm}: {part}", showlegend=part == "capture", offsetgroup=arm, marker={"color": faded(colour(arm), opacity)},
                 hovertemplate=f"{arm}, bucket %{{x}}<br>{part} %{{y:.4g}} {'ms' if column == 1 else 'MB'}<extra></extra>",
             )  # fmt: skip
     made.update_xaxes(title_text="bucket (requests)", type="category")
@@ -123,12 +123,13 @@ def coverage(by_arm: Mapping[str, Coverage]) -> go.Figure:
     """Steps of each arm: replayed in the arm's colour, eager in grey by reason."""
     arms = list(by_arm)
     made = figure(
-        "Steps that ran captured, and why the rest did not", height=170 + 46 * len(arms), barmode="stack"
-    )
+        "Steps that ran captured, and why the rest did not", "Colour: replayed. Grey: eager, by reason",
+        height=190 + 46 * len(arms), barmode="stack",
+    )  # fmt: skip
     for arm in arms:
         made.add_bar(
             x=[by_arm[arm].captured], y=[arm], orientation="h", name=f"captured: {arm}", marker={"color": colour(arm)},
-            hovertemplate="%{x} steps captured<extra></extra>", showlegend=by_arm[arm].captured > 0,
+            hovertemplate="%{x} steps captured<extra></extra>", showlegend=False,
         )  # fmt: skip
     reasons = list(dict.fromkeys(reason for arm in arms for reason in by_arm[arm].reasons))
     for index, reason in enumerate(reasons):

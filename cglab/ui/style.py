@@ -45,22 +45,25 @@ def faded(colour_code: str, opacity: float) -> str:
 def template() -> go.layout.Template:
     """The ``cglab`` template: plotly_white with the lab's colours, fonts and margins."""
     axis = {
-        "title": {"standoff": 10}, "automargin": True, "linecolor": PALE, "showline": True, "ticks": "outside",
+        "title": {"standoff": 10, "font": {"size": 13}}, "automargin": True, "linecolor": PALE, "showline": True, "ticks": "outside",
         "tickcolor": PALE, "gridcolor": "#EEEEEE", "zerolinecolor": PALE,
     }  # fmt: skip
     own = go.layout.Template(
         layout={
             "colorway": [*(c for name, c in COLOURS.items() if name not in ("off", "floor")), "#56B4E9"],
             "font": {"family": "Open Sans, DejaVu Sans, Arial, sans-serif", "size": 13, "color": INK},
-            "title": {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 12, "t": 6}, "font": {"size": 16}},
-            "margin": {"l": 20, "r": 24, "t": 84, "b": 48},
-            "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "title": {"text": ""}},
+            "title": {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top",
+                      "pad": {"l": 12, "t": 14}, "font": {"size": 16}},
+            "margin": {"l": 20, "r": 24, "t": 72, "b": 88},
+            # At the bottom edge of the picture, where no title and no axis can meet it.
+            "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom",
+                       "title": {"text": ""}, "traceorder": "normal"},
             "hoverlabel": {"align": "left"},
             "bargap": 0.35,
             "xaxis": axis,
             "yaxis": axis,
         }
-    )
+    )  # fmt: skip
     return pio.templates.merge_templates("plotly_white", own)
 
 

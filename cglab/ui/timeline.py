@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from cglab.lab.comparison import Profile
 from cglab.measure.trace import Trace
-from cglab.ui.style import colour, faded, figure
+from cglab.ui.style import colour, empty, faded, figure
 
 MOST_BARS = 400
 """Bars of a lane that are drawn one by one."""
@@ -100,6 +100,8 @@ def timeline(profile: Profile, *, window_us: tuple[float, float] | None = None) 
         profile: traces by arm.
         window_us: the part of the step to show, in microseconds from its start; all of it by default.
     """
+    if not profile.traces:
+        return empty("Timeline: none recorded yet", "lab.profile(save=folder) on a machine with a GPU records one")
     steps = {arm: lanes(trace, trace.steps - 1) for arm, trace in profile.traces.items()}
     ends = [row["start_us"] + row["duration_us"] for step in steps.values() for rows in step.values() for row in rows]
     low, high = window_us or (0.0, max(ends, default=1.0))
@@ -117,9 +119,9 @@ def timeline(profile: Profile, *, window_us: tuple[float, float] | None = None) 
                 marker={"color": faded(colour(arm), 0.55) if host else colour(arm), "line": {"width": 0}},
                 hovertext=[bar.label for bar in bars], hovertemplate="%{hovertext}<br>from %{base:.1f} µs<extra></extra>",
             )  # fmt: skip
-    made.update_xaxes(title_text="time from the start of the step (µs)", range=[low, high])
+    made.update_xaxes(title_text="time from the start of the step (µs)", range=[low, high], separatethousands=True, exponentformat="none")
     made.update_yaxes(categoryorder="array", categoryarray=names, autorange="reversed", showgrid=False, ticks="")
-    return made.update_layout(showlegend=False, barmode="overlay")
+    return made.update_layout(showlegend=False, barmode="overlay", margin_b=48)
 
 
 def _heading(profile: Profile) -> tuple[str, str]:
