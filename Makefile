@@ -19,7 +19,7 @@ demo: $(STAMP) ## run the main job: executed notebook, report, results.jsonl
 	$(call LIMIT,600) $(BIN)/python -m cglab demo $(if $(OUT),--out $(OUT))
 
 lab: $(STAMP) ## open JupyterLab on the start notebook (this machine only, with a token)
-	$(BIN)/jupyter lab $(START) --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(START) --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
 	  --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
 
 test: check ## lint, types, layers, unit tests and notebooks

@@ -23,7 +23,7 @@ _HOMES = {
     "eager_break": "cglab.graphs.breaks:eager_break",
     "errors": "cglab.errors",
     "notebook": "cglab.notebook",
-    "open": "cglab.lab:open",
+    "open": "cglab.lab:open_lab",
 }
 
 __all__ = [

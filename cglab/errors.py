@@ -112,6 +112,10 @@ class CaptureError(CglabError):
             parts.append(f"next step: {advice}")
         super().__init__("\n  ".join(parts))
 
+    def at(self, place: Place | None) -> CaptureError:
+        """The same error, told at a line."""
+        return type(self)(self.summary, operation=self.operation, place=place, advice=self.advice)
+
 
 class HostReadError(CaptureError):
     """The function reads device data on the host, so a replay would act on a frozen value."""

@@ -5,7 +5,7 @@
 Trains ``cglab.models.Decoder`` itself. The folder at ``--out`` is a complete model from the first evaluation
 on and is replaced at every evaluation that has a lower held-out loss, so an interrupted run loses nothing.
 ``--minutes`` fixes the number of steps once, from the measured speed; the card records it, and ``--steps``
-with that number repeats the run.
+with that number repeats the schedule.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def train(options: argparse.Namespace) -> None:
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         if options.minutes and step in CALIBRATION:
-            float(model.norm.weight.sum())  # waits for the device
+            float(model.norm.weight.detach().sum())  # waits for the device
             pace = (time.perf_counter() - calibrated) / (CALIBRATION[1] - CALIBRATION[0])
             calibrated = time.perf_counter()
             if step == CALIBRATION[1]:

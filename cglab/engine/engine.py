@@ -87,8 +87,12 @@ class Engine:
         """Computes a prompt, eager; returns the logits after its last token, [vocabulary]."""
         length, size = len(request.prompt), self.kv.page_size
         slots = [request.slot(i, size) for i in range(length)]
-        packed = torch.from_numpy(np.array([request.prompt, range(length), slots], dtype=np.int64)).to(self.device)
-        attention = PrefillAttention(self.kv, out_slots=packed[2], live=LiveSpans([Span(request.row, 0, length)]))
+        packed = torch.from_numpy(np.array([request.prompt, range(length), slots], dtype=np.int64)).to(
+            self.device
+        )
+        attention = PrefillAttention(
+            self.kv, out_slots=packed[2], live=LiveSpans([Span(request.row, 0, length)])
+        )
         hidden = self.model(packed[0], packed[1], attention)
         logits: Tensor = self.model.logits(hidden[-1:])[0]
         return logits
@@ -161,10 +165,14 @@ class Engine:
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         if len(limits) != len(prompts):
-            raise InputError(f"{len(limits)} limits for {len(prompts)} prompts; give one for each, or one for all")
+            raise InputError(
+                f"{len(limits)} limits for {len(prompts)} prompts; give one for each, or one for all"
+            )
         for prompt, limit in zip(prompts, limits, strict=True):
             self.check([prompt], limit)
-        requests = [Request(i, list(p), limit) for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))]
+        requests = [
+            Request(i, list(p), limit) for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
         before = runner.coverage().copy()
         started = time.perf_counter()
 
@@ -182,4 +190,3 @@ class Engine:
             ),
             runner.coverage() - before,
         )  # fmt: skip
-

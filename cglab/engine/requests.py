@@ -80,7 +80,11 @@ class Timings:
         return median(self.steps) if self.steps else None
 
     def __str__(self) -> str:
-        step = f"{self.median_step * 1e3:.2f} ms median step" if self.median_step is not None else "no decode step"
+        step = (
+            f"{self.median_step * 1e3:.2f} ms median step"
+            if self.median_step is not None
+            else "no decode step"
+        )
         return f"{self.total:.3f} s, {len(self.steps)} decode steps, {step}"
 
 
@@ -108,4 +112,9 @@ class Generation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {"text": self.text, "tokens": self.tokens, "finish": self.finish, "coverage": self.coverage.as_dict()}
+        return {
+            "text": self.text,
+            "tokens": self.tokens,
+            "finish": self.finish,
+            "coverage": self.coverage.as_dict(),
+        }

@@ -69,9 +69,14 @@ class AddressContract:
         try:
             now = list(map(Tensor.data_ptr, map(dict.__getitem__, self._tables, self._keys)))
         except (KeyError, TypeError):
-            now = [0 if (t := table.get(key)) is None else t.data_ptr() for table, key in zip(self._tables, self._keys, strict=True)]
+            now = [
+                0 if (t := table.get(key)) is None else t.data_ptr()
+                for table, key in zip(self._tables, self._keys, strict=True)
+            ]
         if now != self._expected:
-            moved = [name for name, old, new in zip(self._names, self._expected, now, strict=True) if old != new]
+            moved = [
+                name for name, old, new in zip(self._names, self._expected, now, strict=True) if old != new
+            ]
             shown = ", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
             raise AddressError(
                 f"memory that the recording reads has moved: {shown}. Copy new values in place "

@@ -1,5 +1,6 @@
-"""The shape of the artifact: ``full`` (one recording per key), ``breakable`` (segments with breaks between) or
-``eager`` (none). Each works with either recorder.
+"""The shape of the artifact: ``full``, ``breakable`` or ``eager``; each works with either recorder.
+
+One recording per key, segments with breaks between, or nothing.
 
 Largest shape first, one pool, warm-ups where the capture runs: two for the first shape and wherever a warm-up
 loaded something new, one otherwise (P28, P29).
@@ -71,7 +72,9 @@ class Backend(ABC):
     name: str
     may_break: bool
 
-    def __init__(self, recorder: Recorder, pool: Pool, *, inline_breaks: bool = False, warmups: int | None = None) -> None:
+    def __init__(
+        self, recorder: Recorder, pool: Pool, *, inline_breaks: bool = False, warmups: int | None = None
+    ) -> None:
         self.recorder = recorder
         self.pool = pool
         self.outputs = OutputBuffers()
@@ -125,6 +128,8 @@ class Backend(ABC):
         copies, warmups = self._warm_up(function, after_warmup)
         warmed = time.perf_counter()
         steps, output = self._record(function)
+        if len(steps) > 1 and after_warmup is not None:  # breaks, and what they read, ran for real
+            after_warmup()
         segments = [step for step in steps if not isinstance(step, BreakCall)]
         breaks = len(steps) - len(segments)
         counts = [segment.nodes for segment in segments]
@@ -145,7 +150,9 @@ class Backend(ABC):
             self.recorder.footprint() - footprint, nodes, breaks, warmups,
         )  # fmt: skip
 
-    def _warm_up(self, function: Callable[[], Any], after_warmup: Callable[[], None] | None) -> tuple[int, int]:
+    def _warm_up(
+        self, function: Callable[[], Any], after_warmup: Callable[[], None] | None
+    ) -> tuple[int, int]:
         wanted = self._warmups if self._warmups is not None else (1 if self._artifacts else 2)
         done = copies = 0
         while done < wanted:

@@ -139,11 +139,13 @@ class Split:
 
     def reach(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cuts the take around one run of the body and keeps the call for replay."""
-        frozen = tree_map_only(Tensor, self.take.alias, (args, kwargs))
-        self.steps.append(self.take.cut())
+        frozen_args, frozen_kwargs = tree_map_only(Tensor, self.take.alias, (args, kwargs))
+        segment = self.take.cut()
+        self.steps.append(segment)
+        self.take.settle(segment)
         with staged_aside():
             output = body(*args, **kwargs)
-        self.steps.append(BreakCall(body, *frozen, output, self.take.guard))
+        self.steps.append(BreakCall(body, frozen_args, frozen_kwargs, output, self.take.guard))
         self.take.resume()
         return output
 
@@ -218,4 +220,3 @@ class BreakCall:
     def close(self) -> None:
         """Drops arguments and outputs."""
         self._args, self._kwargs, self._held = (), {}, []
-

@@ -23,7 +23,13 @@ def sglang_decode(maximum: int) -> list[int]:
 
 def sglang_speculative(maximum: int) -> list[int]:
     """SGLang's decode sizes with speculation: 80 gives the 29 of S0's log, 256 gives 51."""
-    grid = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, maximum + 1, 16)]
+    grid = [
+        *range(1, 9),
+        *range(10, 33, 2),
+        *range(40, 65, 4),
+        *range(72, 257, 8),
+        *range(272, maximum + 1, 16),
+    ]
     return _with_maximum(grid, maximum)
 
 
@@ -91,7 +97,9 @@ def checked_sizes(explicit: Sequence[int], *, maximum: int | None = None, alignm
     if wrong:
         raise BucketError(f"bucket sizes are whole numbers from 1; {wrong[0]!r} is not")
     if len(set(sizes)) != len(sizes):
-        raise BucketError(f"bucket sizes are given twice: {sorted(s for s in set(sizes) if sizes.count(s) > 1)}")
+        raise BucketError(
+            f"bucket sizes are given twice: {sorted(s for s in set(sizes) if sizes.count(s) > 1)}"
+        )
     over = [size for size in sizes if maximum is not None and size > maximum]
     if over:
         raise BucketError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from cglab.errors import SlotError
 from cglab.graphs.address import AddressContract, Getter, InputWatch, closed_over
 from cglab.graphs.backends import check_backend
+from cglab.graphs.breaks import Aside, staged
 from cglab.graphs.buckets import checked_sizes
-from cglab.graphs.captured import Captured, Options
+from cglab.graphs.captured import Captured
 from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
+from cglab.graphs.writes import WriteJournal
 
 
 class CapturedFunction:
@@ -46,21 +49,17 @@ class CapturedFunction:
             SlotError: for an input that fits no slot, by name.
         """
         values, constants = self._sort(inputs)
-        if self._captured is None:
-            self.warm(**inputs)
-        captured = self._captured
-        assert captured is not None  # noqa: S101 - made by warm
-        changed = [n for n in constants.keys() | self._constants.keys()
-                   if n not in constants or n not in self._constants or constants[n] != self._constants[n]]  # fmt: skip
+        captured = self._captured or self.warm(**inputs)
+        changed = _differences(constants, self._constants)
         if changed and captured.options.backend != "eager":
-            name = sorted(changed)[0]
+            name = min(changed)
             facts = f"{name!r} was captured as {self._constants.get(name)!r}, now {constants.get(name)!r}"
             captured.counts.miss(Miss(Reason.CONSTANT, facts))
             with torch.no_grad():
                 return self._function(**inputs)
         return captured(**values)
 
-    def warm(self, **inputs: Any) -> None:
+    def warm(self, **inputs: Any) -> Captured:
         """Captures every bucket now, from example inputs.
 
         Raises:
@@ -68,18 +67,29 @@ class CapturedFunction:
         """
         values, constants = self._sort(inputs)
         resolved = {
-            name: slot if slot.optional and values.get(name) is None and slot.shape is None else slot.resolve(name, values.get(name))
+            name: slot
+            if slot.optional and values.get(name) is None and slot.shape is None
+            else slot.resolve(name, values.get(name))
             for name, slot in self._slots.items()
         }
         absent = [name for name, slot in resolved.items() if values.get(name) is None]
         # An absent optional slot of unknown shape needs no buffer: it stays None in every recording.
-        resolved = {n: s if s.shape is not None else s.__class__(shape=(1,), dtype=torch.uint8, axis=None, optional=True)
-                    for n, s in resolved.items()}  # fmt: skip
-        device = next((v.device for v in values.values() if v is not None and v.device.type != "cpu"), torch.device("cpu"))
+        nothing = Slot(shape=(1,), dtype=torch.uint8, axis=None, optional=True)
+        resolved = {name: nothing if slot.shape is None else slot for name, slot in resolved.items()}
+        device = next(
+            (v.device for v in values.values() if v is not None and v.device.type != "cpu"),
+            torch.device("cpu"),
+        )
         self._constants = constants
         contract = AddressContract({**closed_over(self._function), **self._watch})
         captured = Captured(
-            self.name, self._bound(constants), resolved, self._buckets, device, self._options, contract=contract
+            self.name,
+            self._bound(constants),
+            resolved,
+            self._buckets,
+            device,
+            self._options,
+            contract=contract,
         )
         self._captured = captured
         rows = {n: v for n, v in values.items() if v is not None}
@@ -92,15 +102,13 @@ class CapturedFunction:
 
         self._held: list[Tensor] = []
         captured.capture(example, absent=absent)
+        return captured
 
     def _bound(self, constants: dict[str, Any]) -> Callable[..., Any]:
         return lambda **tensors: self._function(**tensors, **constants)
 
     def _hold_inputs(self, views: dict[str, Tensor]) -> None:
         """Keeps every outside tensor that the function reads alive, watched by name or not (B22)."""
-        from cglab.graphs.breaks import Aside, staged
-        from cglab.graphs.writes import WriteJournal
-
         watch = InputWatch()
         missing = {n: None for n in self._slots if n not in views}
         try:
@@ -153,11 +161,19 @@ class CapturedFunction:
             self._captured.close()
         self._held = []
 
-    def __enter__(self) -> CapturedFunction:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _differences(left: dict[str, Any], right: dict[str, Any]) -> set[str]:
+    return {
+        name
+        for name in left.keys() | right.keys()
+        if name not in left or name not in right or left[name] != right[name]
+    }
 
 
 def _tile(view: Tensor, example: Tensor | None, axis: int | None) -> None:
@@ -210,7 +226,9 @@ def capture(
     """
     check_backend(backend)
     sizes = checked_sizes(buckets)
-    parameters = inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters
+    parameters = inspect.signature(
+        function.forward if isinstance(function, nn.Module) else function
+    ).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     strange = [name for name in slots if name not in parameters]
     if strange and not open_ended:

@@ -13,67 +13,32 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from cglab.errors import (
-    AddressError, CaptureError, CaptureMemoryError, ClosedError, PoolBusyError, SlotError,
+    CaptureError,
+    CaptureMemoryError,
+    ClosedError,
+    PoolBusyError,
 )  # fmt: skip
 from cglab.graphs.address import AddressContract
 from cglab.graphs.backends import BACKENDS, Backend, CaptureCost, check_backend
 from cglab.graphs.breaks import BreakCall, capturing
-from cglab.graphs.buckets import smallest_bucket, within_ceiling
 from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.graphs.dispatch import choose_bucket, live_size
 from cglab.graphs.keys import ShapeKey
+from cglab.graphs.options import MANY_SHAPES, CaptureFailedWarning, ManyShapesWarning, Options
 from cglab.graphs.outputs import LiveView, Stored, rows_per_size
 from cglab.graphs.recorder import Pool, Recorder, Segment, recorder_for
-from cglab.graphs.selfcheck import Vary, self_check, vary_rows
+from cglab.graphs.selfcheck import self_check
 from cglab.graphs.slots import Padding, SharedBuffers, Slot, StaticBuffers
 
 log = logging.getLogger("cglab.graphs")
 _alive: weakref.WeakSet[Captured] = weakref.WeakSet()
-MANY_SHAPES = 8
-
-
-class CaptureFailedWarning(UserWarning):
-    """A capture failed, and the step runs eager from now on."""
-
-
-class ManyShapesWarning(UserWarning):
-    """Many different sizes ran eager: the buckets do not fit the workload (B57)."""
-
-
-@dataclass
-class Options:
-    """How a step is captured; every field has the lab's default.
-
-    Attributes:
-        backend: full, breakable or eager.
-        padding: pad up to a bucket; without it only exact sizes replay.
-        waste_ceiling: refuse a bucket above this multiple of the live rows (P7); None admits all.
-        inline_breaks: record breaks as they stand in a full capture.
-        warmups: fixed number of warm-ups for every shape; None for the policy.
-        self_check: end a capture with the self-check; None means on the tape only.
-        vary: how the self-check changes inputs.
-        clone: hand out copies instead of views.
-        debug: hand out views that refuse to be read once they are stale (B20).
-        strict: raise when a capture fails, instead of running eager with the reason.
-    """
-
-    backend: str = "full"
-    padding: bool = True
-    waste_ceiling: float | None = None
-    inline_breaks: bool = False
-    warmups: int | None = None
-    self_check: bool | None = None
-    vary: Vary = vary_rows
-    clone: bool = False
-    debug: bool = False
-    strict: bool = False
-    after_warmup: Callable[[], None] | None = None
 
 
 @dataclass
@@ -115,7 +80,10 @@ class Captured:
         self._backend: Backend | None = None
         if self.options.backend in BACKENDS:
             self._backend = BACKENDS[self.options.backend](
-                self._recorder, self._pool, inline_breaks=self.options.inline_breaks, warmups=self.options.warmups
+                self._recorder,
+                self._pool,
+                inline_breaks=self.options.inline_breaks,
+                warmups=self.options.warmups,
             )
         self.counts = Coverage()
         self.ledger: list[CaptureCost] = []
@@ -130,11 +98,19 @@ class Captured:
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
+    @property
+    def _recordings(self) -> Backend:
+        if self._backend is None:
+            raise ClosedError(f"{self.name} runs eager: nothing is recorded; capture it with another backend")
+        return self._backend
+
     def key(self, size: int) -> ShapeKey:
         """The key of a bucket; the only place where one is made."""
         return ShapeKey(size, self.variant)
 
-    def capture(self, prepare: Callable[[dict[str, Tensor]], None] | None = None, *, absent: Sequence[str] = ()) -> None:
+    def capture(
+        self, prepare: Callable[[dict[str, Tensor]], None] | None = None, *, absent: Sequence[str] = ()
+    ) -> None:
         """Records every bucket, largest first. Smaller buckets survive when a larger one fails.
 
         Args:
@@ -165,15 +141,18 @@ class Captured:
                     break
         self._rows = self._trim_rule()
 
-    def _capture_bucket(self, size: int, prepare: Callable[[dict[str, Tensor]], None] | None) -> CaptureError | None:
-        backend, key = self._backend, self.key(size)
-        assert backend is not None and self._present is not None  # noqa: S101, PT018 - set by capture
+    def _capture_bucket(
+        self, size: int, prepare: Callable[[dict[str, Tensor]], None] | None
+    ) -> CaptureError | None:
+        backend, key = self._recordings, self.key(size)
         views = self.buffers.view(size, self._present)
         if prepare is not None:
             prepare(views)
         step = self._step(views)
         try:
-            cost = backend.capture_one(key, step, keep_alive=tuple(views.values()), after_warmup=self.options.after_warmup)
+            cost = backend.capture_one(
+                key, step, keep_alive=tuple(views.values()), after_warmup=self.options.after_warmup
+            )
             check = self.options.self_check
             if check or (check is None and self._recorder.name == "tape"):
                 try:
@@ -192,65 +171,38 @@ class Captured:
         return lambda: self.function(**views, **missing)
 
     def _raw_replay(self, key: ShapeKey) -> Any:
-        assert self._backend is not None  # noqa: S101 - only called with a recording
-        for step in self._backend.artifact(key).steps:
+        for step in self._recordings.artifact(key).steps:
             step.replay()
-        return self._backend.artifact(key).output.tree()
+        return self._recordings.artifact(key).output.tree()
 
     def _trim_rule(self) -> list[int | None] | None:
-        assert self._backend is not None  # noqa: S101 - only called by capture
-        keys = self._backend.keys
+        keys = self._recordings.keys
         if not keys:
             return None
-        shapes = {key: _shapes(self._backend.artifact(key).output) for key in keys}
-        if len(keys) == 1 and keys[0].size > 1:  # one size cannot tell rows from a coincidence: look at another
+        shapes = {key: _shapes(self._recordings.artifact(key).output) for key in keys}
+        if (
+            len(keys) == 1 and keys[0].size > 1
+        ):  # one size cannot tell rows from a coincidence: look at another
             size = keys[0].size - 1
             views = self.buffers.view(size, self._present)
             output = self._recorder.shape_of(self._step(views))
             leaves = tree_flatten(output)[0]
-            shapes[self.key(size)] = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+            shapes[self.key(size)] = [
+                tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves
+            ]
         if len(shapes) == 1:
             return [None] * len(next(iter(shapes.values())))  # a single bucket of one row is never padded
         return rows_per_size(shapes)
 
     def live_size(self, values: Mapping[str, Tensor | None]) -> int:
-        """The live size that all values agree on.
-
-        Raises:
-            SlotError: for unknown, missing or disagreeing inputs.
-        """
-        unknown = values.keys() - self.slots.keys()
-        if unknown:
-            raise SlotError(
-                f"{sorted(unknown)[0]!r} is a new input, not a slot of {self.name}: its address would be baked in; "
-                f"the slots are {sorted(self.slots)}"
-            )
-        sizes: dict[str, int] = {}
-        for name, slot in self.slots.items():
-            value = values.get(name)
-            if value is None:
-                if not slot.optional and slot.pad is not Padding.KEEP:
-                    raise SlotError(f"slot {name!r} of {self.name} was given no tensor; only optional slots may be None")
-                continue
-            rows = slot.rows_of(name, value)
-            if rows is not None:
-                sizes[name] = rows
-        if len(set(sizes.values())) > 1:
-            raise SlotError(f"the inputs of {self.name} disagree on the batch size: {sizes}")
-        return next(iter(sizes.values()), self.buckets[-1])
+        """The live size that all values agree on; see ``dispatch.live_size``."""
+        return live_size(self.name, self.slots, values, default=self.buckets[-1])
 
     def pad(self, live: int) -> int | Miss:
-        """The bucket for ``live`` rows, or why there is none."""
-        if live == 0:
-            return Miss(Reason.EMPTY_BATCH)
-        if not self.options.padding:
-            return live if live in self.buckets else Miss(Reason.SIZE_NOT_CAPTURED, f"size {live}, captured {list(self.buckets)}")
-        bucket = smallest_bucket(live, self.buckets)
-        if bucket is None:
-            return Miss(Reason.ABOVE_LARGEST, f"size {live}, largest bucket {self.buckets[-1]}")
-        if not within_ceiling(live, bucket, self.options.waste_ceiling):
-            return Miss(Reason.WASTE_CEILING, f"size {live} in bucket {bucket}, ceiling {self.options.waste_ceiling}x")
-        return bucket
+        """The bucket for ``live`` rows, or why there is none; see ``dispatch.choose_bucket``."""
+        return choose_bucket(
+            live, self.buckets, padding=self.options.padding, ceiling=self.options.waste_ceiling
+        )
 
     def can_run(self, values: Mapping[str, Tensor | None], live: int) -> ShapeKey | Miss:
         """The key that serves these inputs, or the reason for running eager.
@@ -267,7 +219,7 @@ class Captured:
             present = frozenset(name for name, value in values.items() if value is not None)
             odd = {name for name in present ^ self._present if self.slots[name].pad is not Padding.KEEP}
             if odd:
-                name = sorted(odd)[0]
+                name = min(odd)
                 now, then = ("a tensor", "None") if name in present else ("None", "a tensor")
                 return Miss(Reason.INPUT_KIND, f"slot {name!r} is {now}, at capture it was {then}")
         for name, value in values.items():
@@ -276,7 +228,10 @@ class Captured:
                 return Miss(Reason.SHAPE, misfit)
         key = self.key(bucket)
         if not self._backend.can_run(key):
-            return Miss(Reason.CAPTURE_FAILED, self.failures.get(key, f"bucket {bucket} was not captured").splitlines()[0])
+            return Miss(
+                Reason.CAPTURE_FAILED,
+                self.failures.get(key, f"bucket {bucket} was not captured").splitlines()[0],
+            )
         return key
 
     def load(self, values: Mapping[str, Tensor | None], live: int, size: int) -> None:
@@ -292,11 +247,12 @@ class Captured:
         """
         self._require_open()
         if capturing():
-            raise PoolBusyError(f"{self.name} would be replayed inside a capture; call the plain function there")
-        assert self._backend is not None  # noqa: S101 - can_run gave the key
+            raise PoolBusyError(
+                f"{self.name} would be replayed inside a capture; call the plain function there"
+            )
         self.contract.check()
         self._generation += 1
-        output: Stored = self._backend.replay(key)
+        output: Stored = self._recordings.replay(key)
         return output
 
     def trim(self, output: Stored, live: int, size: int) -> Any:
@@ -313,7 +269,9 @@ class Captured:
             return tree_map_only(Tensor, Tensor.clone, tree)
         if self.options.debug:
             generation = self._generation
-            return tree_map_only(Tensor, lambda t: LiveView.wrap(t, lambda: generation == self._generation), tree)
+            return tree_map_only(
+                Tensor, lambda t: LiveView.wrap(t, lambda: generation == self._generation), tree
+            )
         return tree
 
     def __call__(self, **values: Tensor | None) -> Any:
@@ -321,7 +279,9 @@ class Captured:
         self._require_open()
         live = self.live_size(values)
         if not self._tried:
-            self.capture(absent=[name for name in self.slots if values.get(name) is None and self.slots[name].optional])
+            self.capture(
+                absent=[name for name in self.slots if values.get(name) is None and self.slots[name].optional]
+            )
         decision = self.can_run(values, live)
         if isinstance(decision, Miss):
             return self.run_eager(decision, values, live)
@@ -376,8 +336,7 @@ class Captured:
 
     def steps_of(self, size: int) -> tuple[Segment | BreakCall, ...]:
         """The recorded segments and breaks of a bucket, in order of replay."""
-        assert self._backend is not None  # noqa: S101 - only a captured bucket has them
-        return self._backend.artifact(self.key(size)).steps
+        return self._recordings.artifact(self.key(size)).steps
 
     @property
     def captured_sizes(self) -> list[int]:
@@ -401,7 +360,7 @@ class Captured:
         if self._own_pool:
             self._pool.close()
 
-    def __enter__(self) -> Captured:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -416,6 +375,3 @@ def _shapes(output: Stored) -> list[tuple[int, ...] | None]:
 def _close_all() -> None:
     for captured in list(_alive):  # graphs go before the device and before process groups (N12)
         captured.close()
-
-
-__all__ = ["AddressError", "CaptureFailedWarning", "Captured", "ManyShapesWarning", "Options"]

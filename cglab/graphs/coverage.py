@@ -103,7 +103,9 @@ class Coverage:
     @property
     def padding(self) -> dict[str, float]:
         """Padded rows over all rows replayed, by key, 0 to 1."""
-        return {key: 1.0 - self.live_rows[key] / (count * self.sizes[key]) for key, count in self.hits.items()}
+        return {
+            key: 1.0 - self.live_rows[key] / (count * self.sizes[key]) for key, count in self.hits.items()
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a record or a table."""

@@ -7,9 +7,6 @@ invalidate them (B11). A capture that fails is undone to the last piece: stream,
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,60 +17,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from cglab.errors import (
-    CaptureError, CaptureMemoryError, HostReadError, NewInputError, Place, UnjoinedStreamError, UnsupportedOperationError,
-)  # fmt: skip
+from cglab.errors import CaptureError, InputError
 from cglab.graphs import faults
-from cglab.graphs.places import place_of_error
-from cglab.graphs.recorder import Pool, Result, explained
-from cglab.graphs.refusals import HOST_READ_ADVICE, NEW_INPUT_ADVICE
+from cglab.graphs.cuda_errors import explain
+from cglab.graphs.cuda_pool import CudaPool
+from cglab.graphs.recorder import Pool, Result, Segment, explained
 from cglab.graphs.streams import StreamWatch, install
 
-log = logging.getLogger("cglab.graphs")
 ERROR_MODE = "thread_local"
-
-
-class CudaPool(Pool):
-    """A private memory pool of the caching allocator."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        self.handle = torch.cuda.graph_pool_handle()
-        self._anchor: torch.cuda.CUDAGraph | None = None
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of the pool's segments, from the allocator's own snapshot."""
-        wanted = tuple(self.handle)
-        return sum(
-            segment["total_size"]
-            for segment in torch.cuda.memory_snapshot()
-            if tuple(segment.get("segment_pool_id", ())) == wanted
-        )
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocates in the pool."""
-        index = self.device.index or 0
-        torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
-        try:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        finally:
-            torch._C._cuda_endAllocateToPool(index, self.handle)
-            torch._C._cuda_releasePool(index, self.handle)
-
-    def close(self) -> None:
-        """Returns the pool's segments to the driver once no recording holds them."""
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 class CudaSegment:
     """One instantiated graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int | None, held: list[Tensor]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int | None) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
-        self._held = held
         self.nodes = nodes
 
     def replay(self) -> None:
@@ -89,7 +47,7 @@ class CudaSegment:
         """Destroys the graph."""
         if self._graph is not None:
             self._graph.reset()
-        self._graph, self._held = None, []
+        self._graph = None
 
 
 class CudaTake:
@@ -122,25 +80,21 @@ class CudaTake:
         nodes = count_nodes(graph)
         if nodes != 0:
             graph.instantiate()
-        return CudaSegment(graph, nodes, [])
+        return CudaSegment(graph, nodes)
+
+    def settle(self, segment: Segment) -> None:
+        """Runs the segment: until now its results are whatever the pool held, and a break may index with them."""
+        segment.replay()
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Pool memory without its block; anything else as it is, empty and host tensors too (P52)."""
-        if not tensor.is_cuda or not tensor.numel() or not self._in_pool(tensor):
+        if not tensor.is_cuda or not tensor.numel() or not self.pool.holds(tensor):
             return tensor.detach()
         storage = torch._C._construct_storage_from_data_pointer(
             tensor.untyped_storage().data_ptr(), tensor.device, tensor.untyped_storage().nbytes()
         )
         bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
-
-    def _in_pool(self, tensor: Tensor) -> bool:
-        address, wanted = tensor.untyped_storage().data_ptr(), tuple(self.pool.handle)
-        return any(
-            segment["address"] <= address < segment["address"] + segment["total_size"]
-            for segment in torch.cuda.memory_snapshot()
-            if tuple(segment.get("segment_pool_id", ())) == wanted
-        )
+        return bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     @staticmethod
     @contextmanager
@@ -183,7 +137,9 @@ class CudaRecorder:
     name = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        self.device = torch.device(
+            "cuda", device.index if device.index is not None else torch.cuda.current_device()
+        )
         self.stream = capture_stream(self.device)
         install()
 
@@ -212,13 +168,20 @@ class CudaRecorder:
             return function()
 
     @contextmanager
-    def take(self, pool: CudaPool) -> Iterator[CudaTake]:
+    def take(self, pool: Pool) -> Iterator[CudaTake]:
         """Records what runs inside."""
+        if not isinstance(pool, CudaPool):
+            raise InputError(f"the cuda recorder needs a pool of its own kind, not a {type(pool).__name__}")
         watch = StreamWatch(self.stream)
         take = CudaTake(pool, watch)
         self.synchronize()
         try:
-            with explained(lambda error: explain(error, watch.foreign)), self._on_stream(), watch.watching(), _fault_mode():
+            with (
+                explained(lambda error: explain(error, watch.foreign)),
+                self._on_stream(),
+                watch.watching(),
+                _fault_mode(),
+            ):
                 try:
                     take.resume()
                     yield take
@@ -262,47 +225,6 @@ def count_nodes(graph: torch.cuda.CUDAGraph) -> int | None:
         return None
     error, _, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.raw_cuda_graph()))
     return int(count) if int(error) == 0 else None
-
-
-def explain(error: BaseException, foreign: Place | None = None) -> BaseException:
-    """The ``CaptureError`` for a failed stream capture, told by the user's own line and not by a code.
-
-    Args:
-        error: what ended the capture.
-        foreign: where a stream was entered that was not forked from the capture.
-    """
-    if isinstance(error, CaptureError) or not isinstance(error, Exception):
-        return error
-    place = place_of_error(error)
-    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    lowered = str(error).lower()
-    traceback.clear_frames(error.__traceback__)
-    code = place.code if place else ""
-    if isinstance(error, torch.OutOfMemoryError):
-        return CaptureMemoryError(
-            f"memory ran out during the capture: {text}", place=place, advice="capture fewer or smaller buckets, or free memory first"
-        )
-    if foreign is not None or "unjoined" in lowered or "dependency created on uncaptured" in lowered:
-        return UnjoinedStreamError(
-            f"a side stream is used that is not forked from the capture and joined to it: {text}", place=foreign or place,
-            advice="fork with side.wait_stream(current) and join with current.wait_stream(side), or use an @cglab.eager_break",
-        )
-    if "captur" not in lowered or isinstance(error, faults.PlannedFault):
-        return CaptureError(f"the function raised while it was captured: {text}", place=place)
-    if "generator not in capture mode" in lowered or "outside graph capture" in lowered:
-        return UnsupportedOperationError(
-            f"a random generator takes part that the capture does not know, so every replay would draw alike: {text}",
-            place=place, advice="use the device's default generator, or draw in an @cglab.eager_break",
-        )
-    if "pin" in code and "memory" in code:
-        return UnsupportedOperationError(
-            f"pinning memory queries the device: {text}", place=place, advice="pin staging buffers before the capture"
-        )
-    if any(call in code for call in (".to(", ".cuda(", "tensor(", "from_numpy", ".copy_(")) and ".cpu(" not in code:
-        return NewInputError(
-            f"host memory is copied to the device from inside the capture: {text}", place=place, advice=NEW_INPUT_ADVICE
-        )
-    return HostReadError(f"the host waits for the device inside the capture: {text}", place=place, advice=HOST_READ_ADVICE)
 
 
 class _FaultMode(TorchDispatchMode):

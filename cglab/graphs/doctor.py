@@ -87,14 +87,15 @@ def doctor(function: Callable[..., Any], *args: Any, **inputs: Any) -> Report:
     Raises:
         Exception: whatever the function itself raises on these inputs.
     """
-    found: dict[tuple[str, str | None, int | None], Finding] = {}
+    found: dict[tuple[str, tuple[str, int] | None], Finding] = {}
 
     def note(error: CaptureError) -> None:
         place = place_of_stack(sys._getframe())
         kind = type(error).__name__
         finding = Finding(kind, error.operation or "", place, error.summary, error.advice or "")
         # One line often shows twice, by its Python name and by its operator: the first says it best.
-        found.setdefault((kind, place and place.file, place and place.line), finding)
+        line = (place.file, place.line) if place else None
+        found.setdefault((kind, line), finding)
 
     with torch.no_grad(), WriteJournal().recording(), staged(Aside()), _Watch(note), HostReadWatch(note):
         function(*args, **inputs)

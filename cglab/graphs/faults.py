@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 
-class PlannedFault(RuntimeError):
+class PlannedFault(RuntimeError):  # noqa: N818 - a fault is what it is, not what went wrong
     """The exception that was asked for."""
 
 

@@ -8,7 +8,7 @@ tried, so that a capture draws exactly as often as eager does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,11 +27,13 @@ class OutForm:
         return self.func(*args, **kwargs, **dict(zip(self.names, targets, strict=True)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _candidate(func: Any) -> OutForm | None:
     tags = func.tags
-    if torch.Tag.nondeterministic_seeded in tags:
-        return None
+    if torch.Tag.nondeterministic_seeded in tags or any(
+        str(r.type) != "Tensor" for r in func._schema.returns
+    ):
+        return None  # a list of results (_foreach_add) has no out form that names each
     plain = [(a.name, str(a.type)) for a in func._schema.arguments]
     for name in func.overloadpacket.overloads():
         form = getattr(func.overloadpacket, name)

@@ -7,6 +7,7 @@ replay overwrites them (P32, B20).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +60,12 @@ class OutputBuffers:
             if not isinstance(leaf, Tensor):
                 continue
             held = self._buffers[index]
-            if held is not None and (held.dtype != leaf.dtype or held.shape[1:] != leaf.shape[1:] or held.dim() != leaf.dim()):
+            if held is not None and (
+                held.dtype != leaf.dtype or held.shape[1:] != leaf.shape[1:] or held.dim() != leaf.dim()
+            ):
                 raise OutputStructureError(
-                    f"output {index} is {leaf.dtype} {tuple(leaf.shape)}, an earlier bucket's {held.dtype} {tuple(held.shape)}: "
+                    f"output {index} is {leaf.dtype} {tuple(leaf.shape)}, "
+                    f"an earlier bucket's {held.dtype} {tuple(held.shape)}: "
                     "only the first axis may differ",
                     advice="return trailing axes and types that do not depend on the bucket",
                 )
@@ -120,8 +124,10 @@ def rows_per_size(shapes: dict[ShapeKey, list[tuple[int, ...] | None]]) -> list[
 class LiveView(Tensor):
     """Debug form of an output: reading it after the next replay raises instead of returning other data (B20)."""
 
+    _is_current: Callable[[], bool]
+
     @staticmethod
-    def wrap(tensor: Tensor, is_current: Any) -> LiveView:
+    def wrap(tensor: Tensor, is_current: Callable[[], bool]) -> LiveView:
         """A view of ``tensor`` that asks ``is_current`` before every use."""
         view = tensor.as_subclass(LiveView)
         view._is_current = is_current

@@ -48,6 +48,10 @@ class Take(Protocol):
         """Ends the running segment and returns it; work is no longer recorded."""
         ...
 
+    def settle(self, segment: Segment) -> None:
+        """Makes the results of a segment real before a break reads them: a stream capture only records."""
+        ...
+
     def resume(self) -> None:
         """Starts the next segment in the same pool."""
         ...

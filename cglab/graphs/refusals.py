@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cglab.errors import CaptureError, DynamicShapeError, HostReadError, NewInputError, UnsupportedOperationError
+from cglab.errors import (
+    CaptureError,
+    DynamicShapeError,
+    HostReadError,
+    NewInputError,
+    UnsupportedOperationError,
+)
 from cglab.graphs.breaks import capturing
 
 HOST_READ_ADVICE = (
@@ -23,7 +29,9 @@ DYNAMIC_ADVICE = (
     "use a form of fixed size (torch.where, a mask, topk with a fixed k, nonzero_static), "
     "or move it into a function marked @cglab.eager_break"
 )
-NEW_INPUT_ADVICE = "create it outside and hand it in as a slot, or build it from device operations such as torch.full"
+NEW_INPUT_ADVICE = (
+    "create it outside and hand it in as a slot, or build it from device operations such as torch.full"
+)
 
 HOST_READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::allclose"}
 DYNAMIC = {
@@ -56,11 +64,19 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture
         return HostReadError(
             "a value on the device is read on the host", operation=name, advice=HOST_READ_ADVICE
         )
-    masked = name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_") and _masks(args[1])
+    masked = name in (
+        "aten::index",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_index_put_impl_",
+    ) and _masks(args[1])
     sized = name != "aten::repeat_interleave" or kwargs.get("output_size") is not None
     if name in DYNAMIC or masked or not sized:
-        what = "a boolean mask selects a number of elements that depends on data" if masked else (
-            "the shape of the result depends on data")
+        what = (
+            "a boolean mask selects a number of elements that depends on data"
+            if masked
+            else ("the shape of the result depends on data")
+        )
         return DynamicShapeError(what, operation=name, advice=DYNAMIC_ADVICE)
     if name == "aten::lift_fresh" and args[0].dim() > 0:
         return NewInputError(
@@ -70,12 +86,14 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture
         )
     if name in UNSUPPORTED:
         return UnsupportedOperationError(
-            f"{name} cannot be recorded: {UNSUPPORTED[name]}", operation=name,
+            f"{name} cannot be recorded: {UNSUPPORTED[name]}",
+            operation=name,
             advice="do it before the capture, or in a function marked @cglab.eager_break",
         )
     if name.startswith("c10d::"):
         return UnsupportedOperationError(
-            "a collective of torch.distributed returns a handle that a replay cannot wait for", operation=name,
+            "a collective of torch.distributed returns a handle that a replay cannot wait for",
+            operation=name,
             advice="use torch.distributed._functional_collectives, or an @cglab.eager_break",
         )
     return None
@@ -115,7 +133,11 @@ class HostReadWatch(torch.overrides.TorchFunctionMode):
 
 def _host_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError | None:
     name = HOST_FUNCTIONS.get(func)
-    if name is None and func is Tensor.to and ("cpu" in [a for a in [*args[1:], *kwargs.values()] if isinstance(a, str)]):
+    if (
+        name is None
+        and func is Tensor.to
+        and ("cpu" in [a for a in [*args[1:], *kwargs.values()] if isinstance(a, str)])
+    ):
         name = "to"
     if name is not None:
         call = f"Tensor.{name}"
@@ -123,6 +145,8 @@ def _host_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return error(f"{call}() reads device data on the host", operation=call, advice=HOST_READ_ADVICE)
     if func in (torch.from_numpy, torch.frombuffer):
         return NewInputError(
-            "host memory is brought in from inside the function", operation="torch.from_numpy", advice=NEW_INPUT_ADVICE
+            "host memory is brought in from inside the function",
+            operation="torch.from_numpy",
+            advice=NEW_INPUT_ADVICE,
         )
     return None

@@ -29,9 +29,9 @@ def vary_rows(views: Mapping[str, Tensor], generator: torch.Generator) -> None:
     """
     for view in views.values():
         if view.dtype.is_floating_point:
-            view.add_(torch.randn(view.shape, generator=generator, dtype=torch.float32).to(view.dtype))
+            view.add_(torch.randn(view.shape, generator=generator).to(view))
         elif view.dim() and view.shape[0] > 1:
-            view.copy_(view[torch.randperm(view.shape[0], generator=generator)])
+            view.copy_(view[torch.randperm(view.shape[0], generator=generator).to(view.device)])
 
 
 def self_check(
@@ -54,37 +54,52 @@ def self_check(
         SelfCheckError: naming the output or the number of outside buffers that differ.
     """
     saved = {name: view.clone() for name, view in views.items()}
-    state = torch.random.get_rng_state()
+    device = next((view.device for view in views.values()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(key.size)
-    try:
-        vary(views, generator)
-        before = {name: view.clone() for name, view in views.items()}
-        journal = WriteJournal()
-        with torch.no_grad(), journal.recording():
-            torch.manual_seed(key.size)
-            expected = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(eager())[0]]
-            written = [(whole, whole.clone()) for whole in journal.storages]
-        for name, view in views.items():
-            view.copy_(before[name])
-        undo = [(whole, whole.clone()) for whole, _ in written]
-        torch.manual_seed(key.size)
-        got = tree_flatten(replay())[0]
-        wrong = [f"output {i}" for i, (g, e) in enumerate(zip(got, expected, strict=True)) if not _equal(g, e)]
-        stale = sum(not torch.equal(whole, value) for whole, value in written)
-        for whole, value in undo:
-            whole.copy_(value)
-        if stale:
-            wrong.append(f"{stale} buffer(s) that the function writes")
-        if wrong:
-            raise SelfCheckError(
-                f"replaying {key} on changed inputs differs from eager in {', '.join(wrong)}",
-                advice="look for state that an operation cannot see: numpy views, Python lists and counters, "
-                "values read on the host, work in other threads",
-            )
-    finally:
-        for name, view in views.items():
-            view.copy_(saved[name])
-        torch.random.set_rng_state(state)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            vary(views, generator)
+            wrong = _differences(key.size, device, views, eager, replay)
+        finally:
+            for name, view in views.items():
+                view.copy_(saved[name])
+    if wrong:
+        raise SelfCheckError(
+            f"replaying {key} on changed inputs differs from eager in {', '.join(wrong)}",
+            advice="look for state that an operation cannot see: numpy views, Python lists and counters, "
+            "values read on the host, work in other threads",
+        )
+
+
+def _differences(
+    seed: int,
+    device: torch.device,
+    views: Mapping[str, Tensor],
+    eager: Callable[[], Any],
+    replay: Callable[[], Any],
+) -> list[str]:
+    before = {name: view.clone() for name, view in views.items()}
+    with torch.no_grad(), WriteJournal().recording() as journal:
+        _seed(seed, device)
+        expected = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(eager())[0]]
+        written = [(whole, whole.clone()) for whole in journal.storages]
+    for name, view in views.items():
+        view.copy_(before[name])
+    undo = [(whole, whole.clone()) for whole, _ in written]
+    _seed(seed, device)
+    got = tree_flatten(replay())[0]
+    wrong = [f"output {i}" for i, (g, e) in enumerate(zip(got, expected, strict=True)) if not _equal(g, e)]
+    stale = sum(not torch.equal(whole, value) for whole, value in written)
+    for whole, value in undo:
+        whole.copy_(value)
+    return [*wrong, f"{stale} buffer(s) that the function writes"] if stale else wrong
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    # torch.manual_seed would reach, and on a CPU queue a call for, every kind of device there could be.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
 def _equal(got: Any, expected: Any) -> bool:

@@ -70,12 +70,16 @@ class Slot:
         if self.shape is not None and self.dtype is not None:
             return self
         if example is None:
-            raise SlotError(f"slot {name!r} has no shape or dtype and no example was given; pass one or declare both")
+            raise SlotError(
+                f"slot {name!r} has no shape or dtype and no example was given; pass one or declare both"
+            )
         require_dense(name, example)
         shape = self.shape
         if shape is None:
             if self.axis is not None and not -example.dim() <= self.axis < example.dim():
-                raise SlotError(f"slot {name!r} grows on axis {self.axis}, but its value has shape {tuple(example.shape)}")
+                raise SlotError(
+                    f"slot {name!r} grows on axis {self.axis}, but its value has shape {tuple(example.shape)}"
+                )
             axis = None if self.axis is None else self.axis % example.dim()
             shape = tuple(-1 if i == axis else n for i, n in enumerate(example.shape))
         return replace(self, shape=shape, dtype=self.dtype or example.dtype)
@@ -90,11 +94,13 @@ class Slot:
         if self.axis is None:
             return None
         if not -value.dim() <= self.axis < value.dim():
-            raise SlotError(f"slot {name!r} grows on axis {self.axis}, but its value has shape {tuple(value.shape)}")
+            raise SlotError(
+                f"slot {name!r} grows on axis {self.axis}, but its value has shape {tuple(value.shape)}"
+            )
         rows, rest = divmod(value.shape[self.axis], self.width)
         if rest:
             raise SlotError(
-                f"slot {name!r} has shape {tuple(value.shape)}: axis {self.axis} is no multiple of its width {self.width}"
+                f"slot {name!r} has shape {tuple(value.shape)}: axis {self.axis} is no multiple of width {self.width}"
             )
         return rows
 
@@ -153,7 +159,11 @@ class StaticBuffers:
     """
 
     def __init__(
-        self, slots: Mapping[str, Slot], maximum: int, device: torch.device, shared: SharedBuffers | None = None
+        self,
+        slots: Mapping[str, Slot],
+        maximum: int,
+        device: torch.device,
+        shared: SharedBuffers | None = None,
     ) -> None:
         self.slots = dict(slots)
         self.maximum = maximum
@@ -219,7 +229,9 @@ class StaticBuffers:
             live: rows in use.
             size: rows of the bucket.
         """
-        copies: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        copies: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = defaultdict(
+            lambda: ([], [])
+        )
         for name, slot in self.slots.items():
             if slot.axis is not None and slot.fill is not None and live < size:
                 self._rows(name, live, size).fill_(slot.fill)

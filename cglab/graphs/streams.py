@@ -53,7 +53,7 @@ def _watched_enter(context: Any) -> Any:
 
 def install() -> None:
     """Wraps the two methods; again is harmless."""
-    torch.cuda.Stream.wait_stream = _watched_wait  # type: ignore[method-assign]
+    torch.cuda.Stream.wait_stream = _watched_wait  # type: ignore[assignment, method-assign]
     torch.cuda.StreamContext.__enter__ = _watched_enter  # type: ignore[method-assign]
 
 

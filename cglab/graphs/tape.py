@@ -23,11 +23,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-from cglab.errors import CaptureError, CaptureMemoryError, NewInputError, UnsupportedOperationError
+from cglab.errors import (
+    CaptureError,
+    CaptureMemoryError,
+    InputError,
+    NewInputError,
+    UnsupportedOperationError,
+)
 from cglab.graphs import faults
 from cglab.graphs.out_forms import OutForm, out_form
 from cglab.graphs.places import place_of_error, place_of_stack
-from cglab.graphs.recorder import Result, explained
+from cglab.graphs.recorder import Pool, Result, Segment, explained
 from cglab.graphs.refusals import HostReadWatch, refusal
 from cglab.graphs.tape_pool import TapePool
 from cglab.graphs.writes import WriteJournal, written_tensors
@@ -111,11 +117,9 @@ class TapeTake(TorchDispatchMode):
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        error = refusal(func, args, kwargs) or _odd_tensor(func, args, kwargs)
+        error = refusal(func, args, kwargs) or _odd_tensor(func, (args, kwargs))
         if error is not None:
-            raise type(error)(
-                error.summary, operation=error.operation, place=place_of_stack(sys._getframe()), advice=error.advice
-            )
+            raise error.at(place_of_stack(sys._getframe()))
         with _disable_current_modes(), torch.no_grad():
             return self._record(func, args, kwargs)
 
@@ -126,6 +130,9 @@ class TapeTake(TorchDispatchMode):
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         owned = {leaf.untyped_storage()._cdata for leaf in inputs}
         result = func(*args, **kwargs)
+        error = _odd_tensor(func, result)
+        if error is not None:
+            raise error.at(place_of_stack(sys._getframe()))
         leaves, structure = tree_flatten(result)
         fresh = [
             i for i, leaf in enumerate(leaves)
@@ -137,12 +144,11 @@ class TapeTake(TorchDispatchMode):
             blocks.append(block.copy_(leaves[i]))
         mutates = func._schema.is_mutable
         if (fresh or mutates) and not _leaves_memory_unset(func):
-            nodes = self._nodes
-            assert nodes is not None  # noqa: S101 - narrowed for the type checker; checked by the caller
-            node = Node(func, *tree_map_only(Tensor, self.alias, (args, kwargs)), [self.alias(b) for b in blocks])
+            frozen_args, frozen_kwargs = tree_map_only(Tensor, self.alias, (args, kwargs))
+            node = Node(func, frozen_args, frozen_kwargs, [self.alias(block) for block in blocks])
             if fresh and not mutates and len(fresh) == len(leaves):
                 node.out = out_form(func, node.args, node.kwargs, node.targets, blocks)
-            nodes.append(node)
+            self._recorded().append(node)
         for i, block in zip(fresh, blocks, strict=True):
             leaves[i] = block
         return tree_unflatten(leaves, structure)
@@ -155,12 +161,18 @@ class TapeTake(TorchDispatchMode):
             chunk = self.pool.chunk_of(tensor)
             return tensor.detach() if chunk is None else chunk.alias(tensor)
 
+    def _recorded(self) -> list[Node]:
+        if self._nodes is None:
+            raise CaptureError("no segment is being recorded")
+        return self._nodes
+
     def cut(self) -> TapeSegment:
         """Ends the running segment."""
-        nodes, self._nodes = self._nodes, None
-        if nodes is None:
-            raise CaptureError("no segment is being recorded")
+        nodes, self._nodes = self._recorded(), None
         return TapeSegment(nodes, self.pool)
+
+    def settle(self, segment: Segment) -> None:
+        """Nothing to do: the tape executes while it records."""
 
     def resume(self) -> None:
         """Starts the next segment."""
@@ -186,17 +198,16 @@ class TapeRecorder:
         """Runs the function eagerly, refuses host reads that the recording itself cannot see, undoes its writes."""
 
         def refuse(error: CaptureError) -> None:
-            raise type(error)(
-                error.summary, operation=error.operation, place=place_of_stack(sys._getframe()), advice=error.advice
-            )
+            raise error.at(place_of_stack(sys._getframe()))
 
         with explained(explain), torch.no_grad(), WriteJournal().recording(), HostReadWatch(refuse):
             return function()
 
     @contextmanager
-    def take(self, pool: TapePool) -> Iterator[TapeTake]:
-        """Records what runs inside; writes to memory outside the pool are undone at the end, as in a capture
-        that does not execute."""
+    def take(self, pool: Pool) -> Iterator[TapeTake]:
+        """Records what runs inside, and undoes its outside writes at the end: a capture does not execute."""
+        if not isinstance(pool, TapePool):
+            raise InputError(f"the tape needs a pool of its own kind, not a {type(pool).__name__}")
         take = TapeTake(pool)
         try:
             with explained(explain), torch.no_grad(), take:
@@ -228,7 +239,11 @@ def explain(error: BaseException) -> BaseException:
     traceback.clear_frames(error.__traceback__)
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return CaptureMemoryError(f"memory ran out during the capture: {text}", place=place, advice="capture fewer or smaller buckets")
+        return CaptureMemoryError(
+            f"memory ran out during the capture: {text}",
+            place=place,
+            advice="capture fewer or smaller buckets",
+        )
     return CaptureError(f"the function raised while it was captured: {text}", place=place)
 
 
@@ -242,19 +257,21 @@ def _leaves_memory_unset(func: Any) -> bool:
                                  "aten::new_empty_strided", "aten::empty_permuted")  # fmt: skip
 
 
-def _odd_tensor(func: Any, args: Any, kwargs: Any) -> CaptureError | None:
-    for leaf in tree_iter((args, kwargs)):
+def _odd_tensor(func: Any, values: Any) -> CaptureError | None:
+    for leaf in tree_iter(values):
         if not isinstance(leaf, Tensor):
             continue
         if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
             kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)
             return UnsupportedOperationError(
-                f"a {kind} tensor has no fixed memory to record", operation=func._schema.name,
+                f"a {kind} tensor has no fixed memory to record",
+                operation=func._schema.name,
                 advice="convert it to a dense tensor before the capture",
             )
         if leaf.device.type not in ("cpu", "meta"):
             return NewInputError(
-                f"a tensor on {leaf.device} reached a recording on the cpu", operation=func._schema.name,
+                f"a tensor on {leaf.device} reached a recording on the cpu",
+                operation=func._schema.name,
                 advice="move it before the capture",
             )
     return None

@@ -28,7 +28,9 @@ class Chunk:
         self._raw = (ctypes.c_char * (size + ALIGNMENT))()
         self._shift = -ctypes.addressof(self._raw) % ALIGNMENT
         self.address = ctypes.addressof(self._raw) + self._shift
-        self.storage = torch.frombuffer(self._raw, dtype=torch.uint8, count=size, offset=self._shift).untyped_storage()
+        self.storage = torch.frombuffer(
+            self._raw, dtype=torch.uint8, count=size, offset=self._shift
+        ).untyped_storage()
         self._base = self.storage.data_ptr()
 
     def block(self, offset: int, size: int) -> ctypes.Array[ctypes.c_char]:
@@ -39,7 +41,7 @@ class Chunk:
         """The same elements as ``tensor`` without owning its block."""
         offset = tensor.data_ptr() - self._base
         bare = torch.empty(0, dtype=tensor.dtype)
-        return bare.set_(self.storage, offset // tensor.element_size(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        return bare.set_(self.storage, offset // tensor.element_size(), tensor.shape, tensor.stride())
 
 
 class TapePool(Pool):
@@ -84,7 +86,7 @@ class TapePool(Pool):
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         weakref.finalize(block, self._give, address, size).atexit = False
         storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor in a block of its own."""
@@ -114,7 +116,11 @@ class TapePool(Pool):
         self.used_bytes -= size
         index = bisect_right(self._free, (address, 0))
         starts = {chunk.address for chunk in self._chunks}
-        if index < len(self._free) and self._free[index][0] == address + size and address + size not in starts:
+        if (
+            index < len(self._free)
+            and self._free[index][0] == address + size
+            and address + size not in starts
+        ):
             size += self._free.pop(index)[1]
         if index > 0 and sum(self._free[index - 1]) == address and address not in starts:
             address, before = self._free.pop(index - 1)

@@ -26,7 +26,9 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        written += [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
+        written += [
+            v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)
+        ]
     return written
 
 
@@ -37,7 +39,7 @@ class WriteJournal:
         skip: storages that need no snapshot (the recording's own).
     """
 
-    def __init__(self, skip: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+    def __init__(self, skip: Callable[[Tensor], bool] = lambda _: False) -> None:
         self._skip = skip
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._inside: set[int] = set()
@@ -57,7 +59,7 @@ class WriteJournal:
             new = storage.data_ptr() not in self._before and storage.data_ptr() not in self._inside
             if storage.nbytes() and new and not self._skip(tensor):
                 with _disable_current_modes(), torch.no_grad():
-                    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+                    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
                     self._before[storage.data_ptr()] = (whole, whole.clone())
 
     @property

@@ -1,6 +1,5 @@
 """The facade: open a model, toggle captures, generate, compare, profile, close."""
 
-from cglab.lab.facade import Lab
-from cglab.lab.facade import open_lab as open  # noqa: A004 - cglab.open is the lab's front door
+from cglab.lab.facade import Lab, open_lab
 
-__all__ = ["Lab", "open"]
+__all__ = ["Lab", "open_lab"]

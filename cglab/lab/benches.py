@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-import cglab.lab.facade as facade
 from cglab.engine.workload import DecodeStep, steady_decode
 from cglab.graphs.clocks import clock_for, sample_seconds
+from cglab.lab import facade
 from cglab.lab.floor import bytes_read, read_bandwidth
 from cglab.lab.recovery import recovery_sweep
 from cglab.measure.ab import ABResult, interleave
@@ -48,7 +48,9 @@ def _silent(_: str) -> None:
     """No progress wanted."""
 
 
-def _sustained(runner: DecodeRunner, step: DecodeStep, device: torch.device, calls: int) -> Callable[[], float]:
+def _sustained(
+    runner: DecodeRunner, step: DecodeStep, device: torch.device, calls: int
+) -> Callable[[], float]:
     """Seconds a step of ``calls`` steps in a row, as a loop without a host read would take."""
     clock = clock_for(device, "wall")
     return lambda: sample_seconds(
@@ -83,7 +85,11 @@ def _host_us(function: Callable[[], Any], device: torch.device, repeats: int = 3
 
 
 def decode(
-    device: torch.device, *, quick: bool = False, progress: Progress = _silent, models: Sequence[str] | None = None
+    device: torch.device,
+    *,
+    quick: bool = False,
+    progress: Progress = _silent,
+    models: Sequence[str] | None = None,
 ) -> list[Record]:
     """The decode step: arms in turns at several batch sizes, with traces, floor and capture cost.
 
@@ -112,7 +118,9 @@ def decode(
     return records
 
 
-def _decode_point(lab: facade.Lab, step: DecodeStep, run: str, bandwidth: float, *, quick: bool) -> list[Record]:
+def _decode_point(
+    lab: facade.Lab, step: DecodeStep, run: str, bandwidth: float, *, quick: bool
+) -> list[Record]:
     device = lab.device
     runners = {arm: lab.runner(arm) for arm in ARMS}
     before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
@@ -122,7 +130,9 @@ def _decode_point(lab: facade.Lab, step: DecodeStep, run: str, bandwidth: float,
     }
     calls, repeats = (1, 3) if quick else (CALLS, 5)
     times = interleave(
-        {arm: _sustained(runner, step, device, calls) for arm, runner in runners.items()}, repeats=repeats, warmup=1
+        {arm: _sustained(runner, step, device, calls) for arm, runner in runners.items()},
+        repeats=repeats,
+        warmup=1,
     )
     parity = {arm: lab.step_parity(arm, step) for arm in ARMS if arm != "eager"}
     floor = bytes_read(lab.model, lab.config, step)
@@ -149,7 +159,9 @@ def _as_dict(parity: Parity | None) -> dict[str, Any] | None:
     return None if parity is None else parity.as_dict()
 
 
-def _timed_metrics(arm: str, times: ABResult, traces: Mapping[str, Trace], device: torch.device) -> dict[str, Any]:
+def _timed_metrics(
+    arm: str, times: ABResult, traces: Mapping[str, Trace], device: torch.device
+) -> dict[str, Any]:
     result, trace = times[arm], traces[arm]
     wall = None if result.median is None else result.median * 1e3
     metrics: dict[str, Any] = {
@@ -188,7 +200,9 @@ def _cost_metrics(runner: DecodeRunner, step: DecodeStep, device: torch.device) 
         "warmup_s": sum(c.warmup_seconds for c in ledger),
         "capture_gb": sum(c.pool_bytes + c.device_bytes for c in ledger) / 1e9,
         "pool_gb": sum(c.pool_bytes for c in ledger) / 1e9,
-        "capture_ms_per_bucket": sum(c.capture_seconds + c.warmup_seconds for c in ledger) / len(ledger) * 1e3,
+        "capture_ms_per_bucket": sum(c.capture_seconds + c.warmup_seconds for c in ledger)
+        / len(ledger)
+        * 1e3,
     }
     bare = _bare(runner, step)
     if bare is not None and runner.backend == "full" and device.type == "cuda":
@@ -213,10 +227,12 @@ def recovery(device: torch.device, *, quick: bool = False, progress: Progress = 
         swept = recovery_sweep(device, mode, sample=6 if quick else None)
         records.append(
             make_record(
-                bench="recovery", arm=mode, device=device, run=run, model="pico-gqa", weights="trained", dtype="float32",
+                bench="recovery", arm=mode, device=device, run=run,
+                model="pico-gqa", weights="trained", dtype="float32",
                 metrics={
                     "operations": float(swept.operations), "tried": float(len(swept.tried)),
-                    "failed": float(len(swept.failed)), "ok": not swept.failed, "memory_growth_bytes": float(swept.growth),
+                    "failed": float(len(swept.failed)), "ok": not swept.failed,
+                    "memory_growth_bytes": float(swept.growth),
                 },
                 notes="; ".join(swept.failed[:5]),
             )
@@ -238,10 +254,14 @@ def parity(device: torch.device, *, quick: bool = False, progress: Progress = _s
     cases = 20 if quick else 2000
     for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
         progress(f"parity in {dtype}")
-        found = check_technique("decode", cases if dtype == torch.float32 else cases // 4, device=device, dtype=dtype)
+        found = check_technique(
+            "decode", cases if dtype == torch.float32 else cases // 4, device=device, dtype=dtype
+        )
         facts = found.as_dict()
-        metrics = {k: v for k, v in facts.items() if isinstance(v, bool | str)}
-        metrics |= {k: float(v) for k, v in facts.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        metrics: dict[str, Any] = {k: v for k, v in facts.items() if isinstance(v, bool | str)}
+        metrics |= {
+            k: float(v) for k, v in facts.items() if isinstance(v, int | float) and not isinstance(v, bool)
+        }
         records.append(
             make_record(
                 bench="parity", arm="decode", device=device, run=run, model="pico-gqa", weights="trained",
@@ -253,8 +273,12 @@ def parity(device: torch.device, *, quick: bool = False, progress: Progress = _s
 
 
 BENCHES: Mapping[str, Bench] = {
-    "decode": Bench("decode step: eager, full and breakable in turns; launches, gaps, floor, capture cost", decode),
-    "recovery": Bench("a fault at every recorded operation of a capture, and what is left afterwards", recovery),
+    "decode": Bench(
+        "decode step: eager, full and breakable in turns; launches, gaps, floor, capture cost", decode
+    ),
+    "recovery": Bench(
+        "a fault at every recorded operation of a capture, and what is left afterwards", recovery
+    ),
     "parity": Bench("random sequences of batches against the three oracles", parity),
 }
 
@@ -270,7 +294,8 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One flat row a record, with the columns that its bench is read by."""
     return [
         {
-            "bench": r.bench, "model": r.model, **{k: v for k, v in r.workload.items() if k in ("batch", "context", "bucket")},
+            "bench": r.bench, "model": r.model,
+            **{name: value for name, value in r.workload.items() if name in ("batch", "context", "bucket")},
             "arm": r.arm, "parity": (r.parity or {}).get("verdict"),
             **{column: r.metrics.get(column) for column in _COLUMNS.get(r.bench, tuple(r.metrics))},
         }

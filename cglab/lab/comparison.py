@@ -59,10 +59,14 @@ class Comparison:
     def as_frame(self) -> pandas.DataFrame:
         """One row an arm: times, parity, coverage, capture cost."""
         frame = self.times.as_frame().set_index("arm")
-        frame["parity"] = [str(self.parity[a].verdict) if a in self.parity else "reference" for a in frame.index]
+        frame["parity"] = [
+            str(self.parity[a].verdict) if a in self.parity else "reference" for a in frame.index
+        ]
         frame["captured"] = [f"{self.coverage[a].captured}/{self.coverage[a].steps}" for a in frame.index]
         frame["reasons"] = [", ".join(self.coverage[a].reasons).lower() for a in frame.index]
-        frame["capture_ms"] = [sum(r["warmup_ms"] + r["capture_ms"] for r in self.memory[a]) for a in frame.index]
+        frame["capture_ms"] = [
+            sum(r["warmup_ms"] + r["capture_ms"] for r in self.memory[a]) for a in frame.index
+        ]
         frame["pool_mb"] = [sum(r["pool_bytes"] for r in self.memory[a]) / 1e6 for a in frame.index]
         return frame.reset_index()
 
@@ -139,7 +143,9 @@ class Profile:
         """One row an event of the last step of each arm: what the timeline draws."""
         import pandas
 
-        rows = [{"arm": arm, **row} for arm, trace in self.traces.items() for row in trace.rows(trace.steps - 1)]
+        rows = [
+            {"arm": arm, **row} for arm, trace in self.traces.items() for row in trace.rows(trace.steps - 1)
+        ]
         return pandas.DataFrame(rows)
 
     def timeline(self, window_us: tuple[float, float] | None = None) -> Any:

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -16,9 +16,9 @@ from cglab.engine.requests import Generation
 from cglab.engine.workload import DecodeStep, steady_decode
 from cglab.errors import ClosedError, InputError, ToggleError
 from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
-from cglab.graphs.captured import Options
 from cglab.graphs.clocks import clock_for
 from cglab.graphs.coverage import Coverage
+from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.profiles import save_profile, trace_path
@@ -70,7 +70,9 @@ class Lab:
         self._closed = False
         self.group = GraphGroup(device)
         self._before = self._memory()
-        self.model, self.config, self.tokenizer, self.weights = load_model(name, device=device, dtype=dtype, seed=seed)
+        self.model, self.config, self.tokenizer, self.weights = load_model(
+            name, device=device, dtype=dtype, seed=seed
+        )
         context = min(max_context or (512 if device.type == "cpu" else 1024), self.config.max_position)
         pages = -(-context // PAGE_SIZE)
         kv = PagedKV(
@@ -108,15 +110,20 @@ class Lab:
             if isinstance(prompt, str):
                 if self.tokenizer is None:
                     raise InputError(f"{self.name} has no tokenizer: give prompts as lists of token ids")
-                prompt = self.tokenizer.encode(prompt)  # noqa: PLW2901 - text becomes ids here
-            elif not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
-                raise InputError(f"prompt {index} is a {type(prompt).__name__}; give a string or a list of token ids")
+                result.append(self.tokenizer.encode(prompt))
+                continue
+            if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
+                raise InputError(
+                    f"prompt {index} is a {type(prompt).__name__}; give a string or a list of token ids"
+                )
             result.append(list(prompt))
         return result
 
     def sample_prompts(self, count: int = 2) -> list[Any]:
         """Prompts that this model can take: code where it has a tokenizer, token ids otherwise."""
-        return list(sample_prompts(count, vocabulary=self.config.vocab_size, has_text=self.tokenizer is not None))
+        return list(
+            sample_prompts(count, vocabulary=self.config.vocab_size, has_text=self.tokenizer is not None)
+        )
 
     def generate(
         self,
@@ -138,7 +145,9 @@ class Lab:
         self._require_open()
         stops = self.config.eos_token_ids if stop_at_end else ()
         decode = self.tokenizer.decode if self.tokenizer is not None else None
-        return self.engine.generate(self.encode(prompts), max_new_tokens, self.runner(), stops=stops, decode=decode)
+        return self.engine.generate(
+            self.encode(prompts), max_new_tokens, self.runner(), stops=stops, decode=decode
+        )
 
     def _workload(self, batch: int | None, context: int | None) -> tuple[int, int]:
         self._require_open()
@@ -181,7 +190,9 @@ class Lab:
         with steady_decode(self.engine, batch, context) as step:
             parity = {arm: self.step_parity(arm, step) for arm in checked if arm != "eager"}
             times = interleave(
-                {arm: self._timed(runner, step) for arm, runner in runners.items()}, instances=instances, repeats=repeats
+                {arm: self._timed(runner, step) for arm, runner in runners.items()},
+                instances=instances,
+                repeats=repeats,
             )
             workload = self.describe(step)
         return Comparison(
@@ -202,7 +213,9 @@ class Lab:
     ) -> Sweep:
         """``compare`` at several batch sizes; None takes every bucket."""
         options: dict[str, Any] = {"context": context, "instances": instances, "repeats": repeats}
-        return Sweep(tuple(self.compare(name, arms, batch=batch, **options) for batch in batches or self.buckets))
+        return Sweep(
+            tuple(self.compare(name, arms, batch=batch, **options) for batch in batches or self.buckets)
+        )
 
     def _timed(self, runner: DecodeRunner, step: DecodeStep) -> Callable[[], float]:
         clock = clock_for(self.device, "wall")
@@ -300,14 +313,16 @@ class Lab:
             torch.cuda.empty_cache()
         return self._memory() - self._before
 
-    def __enter__(self) -> Lab:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self.captures}, buckets {self.buckets[0]} to {self.buckets[-1]}"
+        state = (
+            "closed" if self._closed else f"{self.captures}, buckets {self.buckets[0]} to {self.buckets[-1]}"
+        )
         return f"Lab({self.name}, {self.weights} weights, {self.device}, {self.dtype}; {state})"
 
 

@@ -16,7 +16,9 @@ def bytes_read(model: Decoder, config: ModelConfig, step: DecodeStep) -> int:
     Every weight once, but an untied embedding, of which only the live rows are gathered (a tied one is the head, so
     it counts whole); and the live KV of every layer.
     """
-    weights = {parameter.data_ptr(): parameter.numel() * parameter.element_size() for parameter in model.parameters()}
+    weights = {
+        parameter.data_ptr(): parameter.numel() * parameter.element_size() for parameter in model.parameters()
+    }
     if not config.tie_embeddings:
         table = model.embedding.weight
         weights[table.data_ptr()] = step.live * config.hidden_size * table.element_size()

@@ -10,6 +10,7 @@ A case is one sequence: requests come, grow by what was generated, and end; ever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from torch import Tensor
 from cglab.engine.engine import Engine
 from cglab.engine.requests import Request
 from cglab.errors import ToggleError
-from cglab.graphs.captured import Options
 from cglab.graphs.coverage import Coverage
+from cglab.graphs.options import Options
 from cglab.graphs.out_forms import same_bits
 from cglab.lab.plants import planted
 from cglab.lab.techniques import technique
@@ -77,7 +78,7 @@ class TechniqueParity:
 
     def fault(self, oracle: int, where: dict[str, Any], detail: str) -> None:
         """Notes a mismatch."""
-        if oracle == 2:  # noqa: PLR2004 - the oracles are numbered
+        if oracle == 2:
             self.tokens_equal = False
         else:
             self.bitwise = False
@@ -86,15 +87,18 @@ class TechniqueParity:
 
     def as_dict(self) -> dict[str, Any]:
         """One entry of ``cglab parity --json``."""
-        return {name: value for name, value in vars(self).items()}
+        return dict(vars(self).items())
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "FAILED"
-        lines = [
-            f"{self.technique} ({self.recorder}, {self.dtype}): {verdict}; {self.cases} sequences, {self.steps} steps, "
-            f"{self.captured} captured; padded eager and poison {'bitwise' if self.bitwise else 'DIFFER'}; live eager "
-            f"{'equal' if self.tokens_equal else 'DIFFERS'} (drift {self.max_drift:.2g} of {self.bound:.2g}, {self.ties} near-ties)"
-        ]
+        padded = "bitwise" if self.bitwise else "DIFFER"
+        live = "equal" if self.tokens_equal else "DIFFERS"
+        first = (
+            f"{self.technique} ({self.recorder}, {self.dtype}): {verdict}; {self.cases} sequences, "
+            f"{self.steps} steps, {self.captured} captured; padded eager and poison {padded}; live eager {live} "
+            f"(drift {self.max_drift:.2g} of {self.bound:.2g}, {self.ties} near-ties)"
+        )
+        lines = [first]
         lines += [f"  {mismatch}" for mismatch in self.mismatches[:5]]
         return "\n".join(lines)
 
@@ -121,7 +125,12 @@ class DecodeOracles:
         self.exact = dtype == torch.float32
         pages = LARGEST_BATCH * MAX_CONTEXT // 16 + 1
         self.kv = PagedKV(
-            loaded.config, pages=pages, rows=LARGEST_BATCH + 1, max_context=MAX_CONTEXT, device=device, dtype=dtype
+            loaded.config,
+            pages=pages,
+            rows=LARGEST_BATCH + 1,
+            max_context=MAX_CONTEXT,
+            device=device,
+            dtype=dtype,
         )
         generator = torch.Generator(device).manual_seed(seed)
         for cache in (self.kv.keys, self.kv.values):
@@ -132,13 +141,21 @@ class DecodeOracles:
         self.vocabulary = loaded.config.vocab_size
         self.random = np.random.default_rng(seed)
         self.runners = {
-            (mode, padding): DecodeRunner(loaded.model, self.kv, self.group, BUCKETS, Options(backend=mode, padding=padding, strict=True))
+            (mode, padding): DecodeRunner(
+                loaded.model,
+                self.kv,
+                self.group,
+                BUCKETS,
+                Options(backend=mode, padding=padding, strict=True),
+            )
             for mode in ("full", "breakable")
             for padding in (True, False)
         }
         for runner in self.runners.values():
             runner.capture()
-        self.result = TechniqueParity("decode", dtype=str(dtype).removeprefix("torch."), recorder=self.group.recorder.name)
+        self.result = TechniqueParity(
+            "decode", dtype=str(dtype).removeprefix("torch."), recorder=self.group.recorder.name
+        )
         self.result.bound = self._drift_bound()
 
     def _drift_bound(self) -> float:
@@ -150,7 +167,9 @@ class DecodeOracles:
                 inputs = self.engine.decode_inputs(requests)
                 together = runner.run_live_eager(4, **inputs)[1].clone()
                 for row in range(4):
-                    alone = runner.run_live_eager(1, **{name: value[row : row + 1] for name, value in inputs.items()})[1]
+                    alone = runner.run_live_eager(
+                        1, **{name: value[row : row + 1] for name, value in inputs.items()}
+                    )[1]
                     pairs.append((alone, together[row : row + 1]))
         self._restore()
         return measured_bound(pairs)
@@ -185,7 +204,10 @@ class DecodeOracles:
     def _outcome(self, output: tuple[Tensor, Tensor]) -> _Outcome:
         page = self.kv.page_size
         return _Outcome(
-            output[0].clone(), output[1].clone(), self.kv.keys[:, page:].clone(), self.kv.values[:, page:].clone()
+            output[0].clone(),
+            output[1].clone(),
+            self.kv.keys[:, page:].clone(),
+            self.kv.values[:, page:].clone(),
         )
 
     def case(self, number: int) -> None:
@@ -196,7 +218,13 @@ class DecodeOracles:
             for step in range(int(self.random.integers(*STEPS))):
                 if step:
                     self._resize(requests, int(self.random.integers(1, LARGEST_BATCH + 1)))
-                where = {"case": number, "step": step, "mode": mode, "padding": padding, "live": len(requests)}
+                where = {
+                    "case": number,
+                    "step": step,
+                    "mode": mode,
+                    "padding": padding,
+                    "live": len(requests),
+                }
                 tokens = self._check(runner, requests, where)
                 for request, token in zip(requests, tokens, strict=False):
                     if len(request.output) <= STEPS[1]:
@@ -220,7 +248,7 @@ class DecodeOracles:
             self._restore(state)
             self._same(1, got, self._outcome(runner.run_padded_eager(live, size, **inputs)), where)
             self._restore(state)
-            self._poisoned(runner, live, size, inputs, got, where)
+            self._poisoned(runner, size, inputs, got, where)
         self._restore(state)
         self._near(got, self._outcome(runner.run_live_eager(live, **inputs)), where)
         self._restore(state)
@@ -234,10 +262,10 @@ class DecodeOracles:
                 self.result.fault(oracle, where, f"{name} differ in bits")
 
     def _poisoned(
-        self, runner: DecodeRunner, live: int, size: int, inputs: dict[str, Tensor], got: _Outcome, where: dict[str, Any]
+        self, runner: DecodeRunner, size: int, inputs: dict[str, Tensor], got: _Outcome, where: dict[str, Any]
     ) -> None:
         """Oracle 3. Hostile values are in range, since a padded row may be computed: they point at live memory."""
-        page = self.kv.page_size
+        page, live = self.kv.page_size, where["live"]
         for cache in (self.kv.keys, self.kv.values):
             cache[:, :page] = float("nan")
         row_zero = self.kv.page_table[0].clone()
@@ -259,9 +287,11 @@ class DecodeOracles:
     def _near(self, got: _Outcome, want: _Outcome, where: dict[str, Any]) -> None:
         result = self.result
         drift = [(got.logits.float() - want.logits.float()).abs().max()]
-        drift += [(getattr(got, n).float() - getattr(want, n).float()).abs().max() for n in ("keys", "values")]
+        drift += [
+            (getattr(got, n).float() - getattr(want, n).float()).abs().max() for n in ("keys", "values")
+        ]
         worst = float(torch.stack(drift).max())
-        result.max_drift = max(result.max_drift, worst) if worst == worst else float("nan")  # noqa: PLR0124 - NaN
+        result.max_drift = float("nan") if math.isnan(worst) else max(result.max_drift, worst)
         logits = compare_logits(got.logits, want.logits, bound=result.bound)
         tokens = compare_tokens(
             got.tokens.unsqueeze(-1).tolist(), want.tokens.unsqueeze(-1).tolist(),
@@ -269,7 +299,9 @@ class DecodeOracles:
         )  # fmt: skip
         result.ties += tokens.tied
         result.compared_tokens += got.tokens.numel()
-        if not self.exact:  # other batch compositions round differently in low precision: reported, not failed
+        if (
+            not self.exact
+        ):  # other batch compositions round differently in low precision: reported, not failed
             return
         if not worst <= result.bound:
             what = "" if logits.ok else f"; logits: {logits.detail}"
@@ -285,7 +317,10 @@ class DecodeOracles:
 
     def coverage(self) -> dict[str, Coverage]:
         """Steps of each runner, with the reasons for eager ones."""
-        return {f"{mode}, padding {'on' if pad else 'off'}": r.coverage() for (mode, pad), r in self.runners.items()}
+        return {
+            f"{mode}, padding {'on' if pad else 'off'}": r.coverage()
+            for (mode, pad), r in self.runners.items()
+        }
 
 
 TIE_SHARE = 0.01
@@ -329,5 +364,7 @@ def check_technique(
             oracles.close()
     result = oracles.result
     if result.ties > TIE_SHARE * max(result.compared_tokens, 1) and dtype == torch.float32:
-        result.fault(2, {}, f"{result.ties} of {result.compared_tokens} tokens differ at near-ties: more than 1 %")
+        result.fault(
+            2, {}, f"{result.ties} of {result.compared_tokens} tokens differ at near-ties: more than 1 %"
+        )
     return result

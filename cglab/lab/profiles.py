@@ -44,7 +44,9 @@ def save_profile(profile: Profile, folder: str | Path, *, model: str, device: to
     try:
         path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ResultsError(f"cannot describe the profile at {path}: {error}; free space or name another folder") from error
+        raise ResultsError(
+            f"cannot describe the profile at {path}: {error}; free space or name another folder"
+        ) from error
 
 
 def recorded_profile(technique: str = "decode", folder: str | Path | None = None) -> Profile:
@@ -66,4 +68,6 @@ def recorded_profile(technique: str = "decode", folder: str | Path | None = None
         recorded = f"{facts['model']} on {facts['device']}, {facts['created'][:10]}"
         return Profile(facts["technique"], facts["workload"], traces, recorded)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ResultsError(f"{path} is no recorded profile ({error!r}); record it again with lab.profile(save=...)") from error
+        raise ResultsError(
+            f"{path} is no recorded profile ({error!r}); record it again with lab.profile(save=...)"
+        ) from error

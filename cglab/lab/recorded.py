@@ -18,6 +18,7 @@ from cglab.measure.tree import tree_hash
 if TYPE_CHECKING:
     import pandas
 
+
 @dataclass(frozen=True)
 class Recorded:
     """Records of one bench on CUDA devices: of each model and workload the newest run, with all its arms.
@@ -58,7 +59,9 @@ class Recorded:
         import pandas
 
         when = [{"device": record.device.name, "recorded": record.created[:10]} for record in self.records]
-        return pandas.DataFrame([{**row, **facts} for row, facts in zip(rows(self.records), when, strict=True)])
+        return pandas.DataFrame(
+            [{**row, **facts} for row, facts in zip(rows(self.records), when, strict=True)]
+        )
 
     def plot(self) -> Any:
         """Step time by model, batch size and arm, a plotly figure; it says so where there is nothing yet."""

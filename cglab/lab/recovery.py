@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-import cglab.lab.facade as facade
 from cglab.engine.workload import DecodeStep, steady_decode
 from cglab.graphs import faults
-from cglab.graphs.captured import CaptureFailedWarning, Options
 from cglab.graphs.coverage import Reason
+from cglab.graphs.options import CaptureFailedWarning, Options
+from cglab.lab import facade
 from cglab.runners.decode import DecodeRunner
 
 
@@ -46,28 +46,32 @@ def recovery_sweep(
         sample: number of operations to try, spread evenly, first and last among them; None tries all.
         indices: exactly these, instead.
     """
-    with facade.open_lab("pico-gqa", device=device, dtype=torch.float32, max_batch=2, max_context=64, buckets=[2]) as lab:
-        with steady_decode(lab.engine, 2, 20) as step:
-            wanted = lab.runner("eager").run(step.live, **step.inputs)[1].clone()
-            with faults.planned(None) as plan:
-                _attempt(lab, mode, step)
-            count = plan.seen
-            tried = list(indices) if indices is not None else _spread(count, sample)
-            swept = Swept(count, tried)
-            level = _level(lab)
-            for index in tried:
-                with faults.planned(index):
-                    output, reason = _attempt(lab, mode, step)
-                if reason != Reason.CAPTURE_FAILED.name:
-                    swept.failed.append(f"operation {index}: the fault did not fail the capture ({reason})")
-                if not torch.equal(output, wanted):
-                    swept.failed.append(f"operation {index}: the eager step after it differs")
+    with (
+        facade.open_lab(
+            "pico-gqa", device=device, dtype=torch.float32, max_batch=2, max_context=64, buckets=[2]
+        ) as lab,
+        steady_decode(lab.engine, 2, 20) as step,
+    ):
+        wanted = lab.runner("eager").run(step.live, **step.inputs)[1].clone()
+        with faults.planned(None) as plan:
+            _attempt(lab, mode, step)
+        count = plan.seen
+        tried = list(indices) if indices is not None else _spread(count, sample)
+        swept = Swept(count, tried)
+        level = _level(lab)
+        for index in tried:
+            with faults.planned(index):
                 output, reason = _attempt(lab, mode, step)
-                if reason is not None or not torch.equal(output, wanted):
-                    swept.failed.append(f"operation {index}: the capture after it failed or differs ({reason})")
-                if _level(lab) > level:
-                    swept.failed.append(f"operation {index}: {_level(lab) - level} bytes more than before")
-            swept.growth = _level(lab) - level
+            if reason != Reason.CAPTURE_FAILED.name:
+                swept.failed.append(f"operation {index}: the fault did not fail the capture ({reason})")
+            if not torch.equal(output, wanted):
+                swept.failed.append(f"operation {index}: the eager step after it differs")
+            output, reason = _attempt(lab, mode, step)
+            if reason is not None or not torch.equal(output, wanted):
+                swept.failed.append(f"operation {index}: the capture after it failed or differs ({reason})")
+            if _level(lab) > level:
+                swept.failed.append(f"operation {index}: {_level(lab) - level} bytes more than before")
+        swept.growth = _level(lab) - level
     return swept
 
 

@@ -70,25 +70,36 @@ class Technique:
 
 
 _BACKENDS = ("full", "breakable", "eager")
+_GRAPH = ("graph", "eager")
 
 TECHNIQUES: Mapping[str, Technique] = {
     t.name: t
     for t in (
-        Technique("T1", "decode", "decode step, padded buckets or exact sizes", _BACKENDS, "full", "S1",
-                  module="cglab.runners.decode", notebook="notebooks/01_decode_graphs.ipynb"),
+        Technique(
+            "T1", "decode", "decode step, padded buckets or exact sizes", _BACKENDS, "full", "S1",
+            module="cglab.runners.decode", notebook="notebooks/01_decode_graphs.ipynb",
+        ),
         Technique("T2", "verify", "target verify of drafted tokens", _BACKENDS, "full", "S0, S1"),
         Technique("T3", "draft_loop", "recurrent draft loop", _BACKENDS, "full", "S0, S1"),
-        Technique("T4", "seed_step", "assistant seed step", ("graph", "fused", "eager"), "graph", "S0",
-                  kill_switch="CGLAB_DISABLE_SEED_GRAPH"),
-        Technique("T5", "draft_sampler", "greedy draft sampling inside the draft graph", ("graph", "eager"), "graph", "S4"),
-        Technique("T6", "prefill", "prefill body with eager attention breaks", _BACKENDS, "breakable", "S1, S2, S3"),
-        Technique("T7", "pp_prefill", "prefill of a pipeline stage with proxy tensors", ("off", "breakable"), "off", "S2"),
-        Technique("T8", "dsa_attention", "sparse prefill attention inside the prefill graph", ("graph", "eager"), "graph", "S3",
-                  kill_switch="CGLAB_DISABLE_DSA_ATTENTION_GRAPH"),
-        Technique("T9", "dsa_indexer_prep", "indexer preparation and index-K store inside it", ("graph", "eager"), "graph", "S3",
-                  kill_switch="CGLAB_DISABLE_DSA_INDEXER_GRAPH"),
-        Technique("T10", "draft_extend", "NextN draft extend replayed as a prefill graph", ("graph", "eager"), "graph", "S3",
-                  kill_switch="CGLAB_DISABLE_NEXTN_GRAPH"),
+        Technique(
+            "T4", "seed_step", "assistant seed step", ("graph", "fused", "eager"), "graph", "S0",
+            kill_switch="CGLAB_DISABLE_SEED_GRAPH",
+        ),
+        Technique("T5", "draft_sampler", "greedy draft sampling inside the draft graph", _GRAPH, "graph", "S4"),
+        Technique("T6", "prefill", "prefill body, eager attention breaks", _BACKENDS, "breakable", "S1-S3"),
+        Technique("T7", "pp_prefill", "prefill of a pipeline stage, proxy tensors", ("off", "breakable"), "off", "S2"),
+        Technique(
+            "T8", "dsa_attention", "sparse prefill attention inside the prefill graph", _GRAPH, "graph", "S3",
+            kill_switch="CGLAB_DISABLE_DSA_ATTENTION_GRAPH",
+        ),
+        Technique(
+            "T9", "dsa_indexer_prep", "indexer preparation and index-K store inside it", _GRAPH, "graph", "S3",
+            kill_switch="CGLAB_DISABLE_DSA_INDEXER_GRAPH",
+        ),
+        Technique(
+            "T10", "draft_extend", "NextN draft extend replayed as a prefill graph", _GRAPH, "graph", "S3",
+            kill_switch="CGLAB_DISABLE_NEXTN_GRAPH",
+        ),
     )
 }  # fmt: skip
 
@@ -109,6 +120,8 @@ class Captures:
 
     A bad name or value raises ToggleError and changes nothing. A technique that this version lacks reads None.
     """
+
+    _values: dict[str, str]
 
     def __init__(self) -> None:
         values = {t.name: t.default for t in TECHNIQUES.values() if t.available}

@@ -64,7 +64,7 @@ def _download(name: str) -> Path:
     try:
         folder = snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"])
     except Exception as error:  # of the hub, its HTTP client or the system: there is no such folder here
-        fact = str(error).strip().splitlines()[0]
+        fact = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
             f"{name!r} is no local folder and could not be fetched from the hub ({fact}); "
             "check the name and the network, or give the folder of a model that is here"

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from cglab.graphs.address import AddressContract
-from cglab.graphs.captured import Captured, Options
+from cglab.graphs.captured import Captured
 from cglab.graphs.coverage import Coverage, Miss
+from cglab.graphs.options import Options
 from cglab.graphs.recorder import Pool, Recorder, recorder_for
 from cglab.graphs.slots import SharedBuffers, Slot
 from cglab.models.attention import LiveRows
@@ -55,7 +56,9 @@ class Runner(ABC):
 
     technique: ClassVar[str]
 
-    def __init__(self, group: GraphGroup, buckets: Sequence[int], contract: AddressContract, options: Options) -> None:
+    def __init__(
+        self, group: GraphGroup, buckets: Sequence[int], contract: AddressContract, options: Options
+    ) -> None:
         self.live = LiveRows()
         self._live_breaks = options.backend == "breakable"
         options.inline_breaks = options.backend == "full"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from cglab.graphs.address import AddressContract
-from cglab.graphs.captured import Options
 from cglab.graphs.coverage import Miss, Reason
+from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
 from cglab.models.attention import DecodeAttention
 from cglab.models.decoder import Decoder
@@ -42,7 +42,9 @@ class DecodeRunner(Runner):
 
     technique = "decode"
 
-    def __init__(self, model: Decoder, kv: PagedKV, group: GraphGroup, buckets: Sequence[int], options: Options) -> None:
+    def __init__(
+        self, model: Decoder, kv: PagedKV, group: GraphGroup, buckets: Sequence[int], options: Options
+    ) -> None:
         self.model, self.kv = model, kv
         contract = AddressContract({
             "model": model,
@@ -92,4 +94,6 @@ class DecodeRunner(Runner):
         views["positions"].copy_(positions)
         views["seq_lens"].copy_(positions + 1)
         views["request_rows"].copy_(draw(0, rows))
-        views["out_slots"].copy_(torch.randperm(slots, generator=generator)[:size] if slots >= size else draw(0, slots))
+        views["out_slots"].copy_(
+            torch.randperm(slots, generator=generator)[:size] if slots >= size else draw(0, slots)
+        )

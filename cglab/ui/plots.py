@@ -31,28 +31,32 @@ __all__ = [
     "timeline",
 ]
 
+PATTERNS = ("", "/", "x", ".", "-", "+")
+"""Fillings of the reasons for eager steps, so that they need no colour."""
+
 
 def comparison(result: Comparison) -> go.Figure:
     """Median step time of each arm with its 95 % interval; parity and coverage beside the name."""
-    arms = [arm for arm in result.times.arms if arm.median is not None and arm.interval is not None]
-    made = figure(
-        result.title, result.note or "Median and 95 % interval; arms measured in turns", height=150 + 70 * len(arms)
-    )
-    for arm in arms:
-        median, low, high = arm.median * 1e3, arm.interval.low * 1e3, arm.interval.high * 1e3
-        counts = result.coverage[arm.name]
-        parity = f"{result.parity[arm.name].verdict}, " if arm.name in result.parity else ""
-        label = f"<b>{arm.name}</b><br>{parity}{counts.captured} of {counts.steps} captured"
+    arms = [
+        (arm.name, arm, arm.median * 1e3, arm.interval.low * 1e3, arm.interval.high * 1e3)
+        for arm in result.times.arms
+        if arm.median is not None and arm.interval is not None
+    ]
+    note = result.note or "Median and 95 % interval; arms measured in turns"
+    made = figure(result.title, note, height=150 + 70 * len(arms))
+    for name, arm, median, low, high in arms:
+        counts = result.coverage[name]
+        parity = f"{result.parity[name].verdict}, " if name in result.parity else ""
+        label = f"<b>{name}</b><br>{parity}{counts.captured} of {counts.steps} captured"
         made.add_bar(
-            x=[median], y=[label], orientation="h", name=arm.name, marker={"color": colour(arm.name)},
-            error_x={"array": [high - median], "arrayminus": [median - low], "color": INK, "thickness": 1.2, "width": 5},
-            hovertemplate=f"{arm.name}: {median:.4g} ms<br>95 % interval {low:.4g} to {high:.4g} ms<extra></extra>",
+            x=[median], y=[label], orientation="h", name=name, marker={"color": colour(name)},
+            error_x={"array": [high - median], "arrayminus": [median - low], "color": INK, "thickness": 1.2},
+            hovertemplate=f"{name}: {median:.4g} ms<br>95 % interval {low:.4g} to {high:.4g} ms<extra></extra>",
         )  # fmt: skip
         ratio = "" if arm.ratio is None else f", x{arm.ratio:.2f}: {arm.verdict}"
-        made.add_annotation(
-            x=high, y=label, text=f"{median:.3g} ms{ratio}", showarrow=False, xanchor="left", xshift=8
-        )
-    top = max((arm.interval.high for arm in arms), default=1.0) * 1e3
+        text = f"{median:.3g} ms{ratio}"
+        made.add_annotation(x=high, y=label, text=text, showarrow=False, xanchor="left", xshift=8)
+    top = max((high for *_, high in arms), default=1.0)
     made.update_xaxes(title_text="step time (ms)", range=[0, top * 1.45])
     made.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     return made.update_layout(showlegend=False, margin_b=48)
@@ -101,17 +105,18 @@ def bucket_cost(memory: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     made = figure("Cost of each bucket", note, height=400, barmode="stack")
     made.set_subplots(1, 2, horizontal_spacing=0.12)
     parts = (
-        (1, "warm-up", 0.45, lambda row: row["warmup_ms"]),
-        (1, "capture", 1.0, lambda row: row["capture_ms"]),
-        (2, "pool", 1.0, lambda row: row["pool_bytes"] / 1e6),
-        (2, "outside the pool", 0.45, lambda row: row["device_bytes"] / 1e6),
+        (1, "ms", "warm-up", 0.45, lambda row: row["warmup_ms"]),
+        (1, "ms", "capture", 1.0, lambda row: row["capture_ms"]),
+        (2, "MB", "pool", 1.0, lambda row: row["pool_bytes"] / 1e6),
+        (2, "MB", "outside the pool", 0.45, lambda row: row["device_bytes"] / 1e6),
     )
     for arm, rows in arms.items():
-        for column, part, opacity, value in parts:
+        for column, unit, part, opacity, value in parts:
             made.add_bar(
                 x=[row["bucket"] for row in rows], y=[round(value(row), 3) for row in rows], row=1, col=column,
-                name=arm if part == "capture" else f"{arm}: {part}", showlegend=part == "capture", offsetgroup=arm, marker={"color": faded(colour(arm), opacity)},
-                hovertemplate=f"{arm}, bucket %{{x}}<br>{part} %{{y:.4g}} {'ms' if column == 1 else 'MB'}<extra></extra>",
+                name=arm if part == "capture" else f"{arm}: {part}", showlegend=part == "capture",
+                offsetgroup=arm, marker={"color": faded(colour(arm), opacity)},
+                hovertemplate=f"{arm}, bucket %{{x}}<br>{part} %{{y:.4g}} {unit}<extra></extra>",
             )  # fmt: skip
     made.update_xaxes(title_text="bucket (requests)", type="category")
     made.update_yaxes(title_text="time (ms)", rangemode="tozero", col=1)
@@ -136,7 +141,7 @@ def coverage(by_arm: Mapping[str, Coverage]) -> go.Figure:
         made.add_bar(
             x=[by_arm[arm].reasons.get(reason, 0) for arm in arms], y=arms, orientation="h",
             name="eager: " + reason.lower().replace("_", " "),
-            marker={"color": GREY, "pattern": {"shape": ("", "/", "x", ".", "-", "+")[index % 6], "fgcolor": "#FFFFFF"}},
+            marker={"color": GREY, "pattern": {"shape": PATTERNS[index % len(PATTERNS)], "fgcolor": "#FFFFFF"}},
             customdata=[by_arm[arm].last_facts.get(reason, "") for arm in arms],
             hovertemplate="%{x} steps eager: " + reason.lower() + "<br>%{customdata}<extra></extra>",
         )  # fmt: skip
@@ -169,8 +174,8 @@ def recorded_decode(recorded: Recorded) -> go.Figure:
         if "floor_ms" in panel and panel["floor_ms"].notna().any():
             floor = panel.dropna(subset=["floor_ms"]).groupby("batch")["floor_ms"].min()
             made.add_scatter(
-                x=[str(batch) for batch in floor.index], y=floor.tolist(), row=1, col=column, mode="markers", name="floor",
-                legendgroup="floor", showlegend="floor" not in shown,
+                x=[str(batch) for batch in floor.index], y=floor.tolist(), row=1, col=column, mode="markers",
+                name="floor", legendgroup="floor", showlegend="floor" not in shown,
                 marker={"symbol": "line-ew", "size": 46, "line": {"width": 2, "color": INK}},
                 hovertemplate="floor %{y:.4g} ms<extra></extra>",
             )  # fmt: skip

@@ -21,7 +21,7 @@ import ipywidgets
 import traitlets
 
 from cglab.errors import CaptureError, ClosedError
-from cglab.graphs.captured import CaptureFailedWarning
+from cglab.graphs.options import CaptureFailedWarning
 from cglab.lab.comparison import Comparison
 from cglab.lab.facade import Lab
 from cglab.lab.techniques import technique
@@ -101,7 +101,7 @@ class LabWorker:
         return self.lab.compare("decode", ("eager", *others), batch=batch, repeats=5)
 
 
-class Strip(ipywidgets.VBox):
+class Strip(ipywidgets.VBox):  # type: ignore[misc]
     """The widgets; ``state`` is what they show.
 
     Args:
@@ -113,13 +113,18 @@ class Strip(ipywidgets.VBox):
         self.worker = worker
         self.state = state or StripState(requested=worker.mode, actual=worker.mode)
         self.mode = ipywidgets.ToggleButtons(
-            options=MODES, value=self.state.actual, description="Decode mode", style={"description_width": "initial"}
+            options=MODES,
+            value=self.state.actual,
+            description="Decode mode",
+            style={"description_width": "initial"},
         )
         self.batch = ipywidgets.BoundedIntText(
             value=self.state.batch, min=1, max=worker.largest_batch, description="Batch size",
             style={"description_width": "initial"},
         )  # fmt: skip
-        self.start = ipywidgets.Button(description="Run", tooltip="Compare the mode with eager", button_style="primary")
+        self.start = ipywidgets.Button(
+            description="Run", tooltip="Compare the mode with eager", button_style="primary"
+        )
         self.status = ipywidgets.HTML(description="Status")
         self.error = ipywidgets.HTML()
         self.table = ipywidgets.HTML()
@@ -170,7 +175,10 @@ class Strip(ipywidgets.VBox):
         self.status.value = "working ..." if self.state.running else f"decode runs {self.state.actual}"
 
     def _draw(self) -> None:
-        frame, figure = self.state.result.as_frame(), self.state.result.plot()
+        result = self.state.result
+        if result is None:
+            return
+        frame, figure = result.as_frame(), result.plot()
         shown = frame.drop(columns=["error", "samples"])
         self.table.value = shown.to_html(index=False, na_rep="", float_format="{:.3g}".format, border=0)
         # As an output and no widget: that needs no second kind of figure, and a test can read it.

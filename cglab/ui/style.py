@@ -45,8 +45,8 @@ def faded(colour_code: str, opacity: float) -> str:
 def template() -> go.layout.Template:
     """The ``cglab`` template: plotly_white with the lab's colours, fonts and margins."""
     axis = {
-        "title": {"standoff": 10, "font": {"size": 13}}, "automargin": True, "linecolor": PALE, "showline": True, "ticks": "outside",
-        "tickcolor": PALE, "gridcolor": "#EEEEEE", "zerolinecolor": PALE,
+        "title": {"standoff": 10, "font": {"size": 13}}, "automargin": True, "linecolor": PALE, "showline": True,
+        "ticks": "outside", "tickcolor": PALE, "gridcolor": "#EEEEEE", "zerolinecolor": PALE,
     }  # fmt: skip
     own = go.layout.Template(
         layout={

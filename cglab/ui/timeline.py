@@ -62,7 +62,9 @@ def _bar(group: list[Row]) -> Bar:
     if len(group) == 1:
         return Bar(start, end, f"{short(group[0]['name'])}: {inside:.1f} µs")
     name, times = Counter(row["name"] for row in group).most_common(1)[0]
-    return Bar(start, end, f"{len(group)} events, {inside:.1f} µs in all<br>most often {short(name)} ({times} times)")
+    return Bar(
+        start, end, f"{len(group)} events, {inside:.1f} µs in all<br>most often {short(name)} ({times} times)"
+    )
 
 
 def short(name: str, most: int = 70) -> str:
@@ -101,9 +103,16 @@ def timeline(profile: Profile, *, window_us: tuple[float, float] | None = None) 
         window_us: the part of the step to show, in microseconds from its start; all of it by default.
     """
     if not profile.traces:
-        return empty("Timeline: none recorded yet", "lab.profile(save=folder) on a machine with a GPU records one")
+        return empty(
+            "Timeline: none recorded yet", "lab.profile(save=folder) on a machine with a GPU records one"
+        )
     steps = {arm: lanes(trace, trace.steps - 1) for arm, trace in profile.traces.items()}
-    ends = [row["start_us"] + row["duration_us"] for step in steps.values() for rows in step.values() for row in rows]
+    ends = [
+        row["start_us"] + row["duration_us"]
+        for step in steps.values()
+        for rows in step.values()
+        for row in rows
+    ]
     low, high = window_us or (0.0, max(ends, default=1.0))
     made = figure(*_heading(profile), height=150 + 62 * sum(map(len, steps.values())))
     names: list[str] = []
@@ -117,10 +126,18 @@ def timeline(profile: Profile, *, window_us: tuple[float, float] | None = None) 
                 base=[round(bar.start, 2) for bar in bars], x=[round(bar.end - bar.start, 2) for bar in bars],
                 y=[names[-1]] * len(bars), orientation="h", name=f"{arm}, {lane}", width=0.7,
                 marker={"color": faded(colour(arm), 0.55) if host else colour(arm), "line": {"width": 0}},
-                hovertext=[bar.label for bar in bars], hovertemplate="%{hovertext}<br>from %{base:.1f} µs<extra></extra>",
+                hovertext=[bar.label for bar in bars],
+                hovertemplate="%{hovertext}<br>from %{base:.1f} µs<extra></extra>",
             )  # fmt: skip
-    made.update_xaxes(title_text="time from the start of the step (µs)", range=[low, high], separatethousands=True, exponentformat="none")
-    made.update_yaxes(categoryorder="array", categoryarray=names, autorange="reversed", showgrid=False, ticks="")
+    made.update_xaxes(
+        title_text="time from the start of the step (µs)",
+        range=[low, high],
+        separatethousands=True,
+        exponentformat="none",
+    )
+    made.update_yaxes(
+        categoryorder="array", categoryarray=names, autorange="reversed", showgrid=False, ticks=""
+    )
     return made.update_layout(showlegend=False, barmode="overlay", margin_b=48)
 
 

@@ -9,10 +9,17 @@ import torch
 
 import cglab
 from cglab.errors import (
-    CaptureError, CaptureMemoryError, ClosedError, EmptyCaptureError, OutputStructureError, PoolBusyError, SlotError,
-    StaleOutputError, ToggleError,
+    CaptureError,
+    CaptureMemoryError,
+    ClosedError,
+    EmptyCaptureError,
+    OutputStructureError,
+    PoolBusyError,
+    SlotError,
+    StaleOutputError,
+    ToggleError,
 )  # fmt: skip
-from cglab.graphs.captured import CaptureFailedWarning, ManyShapesWarning
+from cglab.graphs.options import CaptureFailedWarning, ManyShapesWarning
 from cglab.graphs.coverage import Reason
 
 X = {"x": cglab.Slot(pad=0.0)}
@@ -61,7 +68,9 @@ def test_b69_one_call_tells_hits_misses_reasons_and_padding(device):
     for n in (1, 2, 3, 4, 5, 1, 2, 3, 9, 4):
         captured(x=rows(device, n))
     report = captured.coverage().as_dict()
-    assert report["steps"] == 10 and report["captured"] == 8 and report["eager"] == 2 and report["share"] == 0.8
+    assert (
+        report["steps"] == 10 and report["captured"] == 8 and report["eager"] == 2 and report["share"] == 0.8
+    )
     assert report["hits"] == {"2": 4, "4": 4}
     assert report["padding"] == {"2": 1 - 6 / 8, "4": 1 - 14 / 16}
     assert report["reasons"] == {"ABOVE_LARGEST": 2}
@@ -179,7 +188,9 @@ def test_b32_outputs_are_trimmed_to_the_live_rows(device, backend):
             assert torch.equal(out["one"], rows(device, n) + 1)
             assert out["two"].shape == (2 * n, 3) and not out["two"].isnan().any()
             assert out["all"].dim() == 0 and out["name"] == "step"
-            assert out["one"].untyped_storage().nbytes() >= 4 * 3 * 4, "one buffer of the largest size, sliced"
+            assert out["one"].untyped_storage().nbytes() >= 4 * 3 * 4, (
+                "one buffer of the largest size, sliced"
+            )
 
 
 def test_p33_an_output_structure_that_changes_between_sizes_is_refused(device):
@@ -210,7 +221,9 @@ def test_p33_outputs_of_another_type_or_shape_are_refused(device, step):
 
 def test_p34_rows_out_of_proportion_to_the_size_are_refused(device):
     captured = cglab.capture(lambda x: x[1:] + 0, slots=X, buckets=(2, 4), strict=True)
-    with pytest.raises(OutputStructureError, match=r"rows \{4: 3, 2: 1\} by bucket size: neither fixed nor in proportion"):
+    with pytest.raises(
+        OutputStructureError, match=r"rows \{4: 3, 2: 1\} by bucket size: neither fixed nor in proportion"
+    ):
         captured(x=rows(device, 3))
     captured.close()
 
@@ -241,7 +254,9 @@ def test_p35_a_bucket_added_later_with_more_rows_gets_room(device):
     small = buffers.store(torch.ones(2, 3, device=device)).tree()
     buffers.prepare(torch.zeros(4, 3, device=device))
     large = buffers.store(torch.zeros(4, 3, device=device)).tree()
-    assert large.shape == (4, 3) and torch.equal(small, torch.ones(2, 3, device=device)), "no overlap, no overflow"
+    assert large.shape == (4, 3) and torch.equal(small, torch.ones(2, 3, device=device)), (
+        "no overlap, no overflow"
+    )
 
 
 def test_b17_a_function_that_does_no_device_work_is_refused(device):
@@ -290,7 +305,9 @@ def test_b15_only_while_recording(device):
         return y + 1
 
     captured = cglab.capture(step, slots=X, buckets=(2,))
-    with pytest.warns(CaptureFailedWarning, match="raised while it was captured: ValueError: while recording"):
+    with pytest.warns(
+        CaptureFailedWarning, match="raised while it was captured: ValueError: while recording"
+    ):
         first = captured(x=rows(device, 2))
     assert torch.equal(first, step_free(device)), "the step ran eager"
     assert captured.coverage().reasons == {"CAPTURE_FAILED": 1}
@@ -404,6 +421,8 @@ def test_memory_has_one_line_for_each_bucket(device):
         assert [line["bucket"] for line in ledger] == ["8", "4", "2"]
         assert all(line["capture_ms"] > 0 and line["warmups"] >= 1 and line["breaks"] == 0 for line in ledger)
         assert [line["warmups"] for line in ledger][0] == 2, "two for the first shape"
-        assert sum(line["pool_bytes"] for line in ledger[1:]) == 0, "smaller buckets fit into what the largest left"
+        assert sum(line["pool_bytes"] for line in ledger[1:]) == 0, (
+            "smaller buckets fit into what the largest left"
+        )
     with contextlib.suppress(ClosedError):
         captured(x=rows(device, 1))

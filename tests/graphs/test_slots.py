@@ -38,7 +38,9 @@ def test_p12_p13_p14_b28_index_tails_are_zero_on_every_load(device):
     static = buffers(device, **{name: Slot((-1,), INT, pad=Padding.ZERO) for name in names})
     big = ints(device, *range(4000, 4008))
     load(static, 8, 8, **dict.fromkeys(names, big))
-    assert load(static, 5, 8, **dict.fromkeys(names, big[:5])) == dict.fromkeys(names, [*range(4000, 4005), 0, 0, 0])
+    assert load(static, 5, 8, **dict.fromkeys(names, big[:5])) == dict.fromkeys(
+        names, [*range(4000, 4005), 0, 0, 0]
+    )
 
 
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=12))
@@ -236,7 +238,13 @@ def test_p23_copies_of_many_types_are_grouped_and_right(device, monkeypatch):
 def test_p24_a_slot_may_grow_on_another_axis(device):
     static = buffers(device, mrope=Slot((3, -1), INT, axis=1, pad=0), back=Slot((2, -1), INT, axis=-1, pad=7))
     load(static, 8, 8, mrope=torch.full((3, 8), 9, device=device), back=torch.full((2, 8), 9, device=device))
-    got = load(static, 2, 4, mrope=torch.ones(3, 2, dtype=INT, device=device), back=torch.ones(2, 2, dtype=INT, device=device))
+    got = load(
+        static,
+        2,
+        4,
+        mrope=torch.ones(3, 2, dtype=INT, device=device),
+        back=torch.ones(2, 2, dtype=INT, device=device),
+    )
     assert got["mrope"] == [[1, 1, 0, 0]] * 3
     assert got["back"] == [[1, 1, 7, 7]] * 2
 
@@ -282,19 +290,27 @@ def test_b26_padded_rows_write_to_the_reserved_slot_only(device):
     with cglab.capture(store, slots=slots, buckets=(4,)) as captured:
         captured(value=torch.full((4,), 1.0, device=device), slot=ints(device, 1, 2, 3, 4))
         captured(value=torch.full((3,), 2.0, device=device), slot=ints(device, 5, 6, 7))
-        assert cache.tolist() == [7, 1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0], "slot 4 of the former batch is not written again"
+        assert cache.tolist() == [7, 1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0], (
+            "slot 4 of the former batch is not written again"
+        )
 
 
 def test_b28_a_smaller_batch_after_large_positions_stays_in_range(device):
     table = torch.arange(20.0, device=device)
 
     def look_up(positions, length):
-        return table[:10].index_select(0, positions) if length is None else table.index_select(0, positions + length)
+        return (
+            table[:10].index_select(0, positions)
+            if length is None
+            else table.index_select(0, positions + length)
+        )
 
     slots = {"positions": Slot(pad=0), "length": Slot(pad=0)}
     with cglab.capture(look_up, slots=slots, buckets=(8,)) as captured:
         captured(positions=torch.full((8,), 15, device=device), length=torch.full((8,), 4, device=device))
-        assert captured(positions=ints(device, 1, 2, 3, 4, 5), length=ints(device, 1, 1, 1, 1, 1)).tolist() == [2, 3, 4, 5, 6]
+        assert captured(
+            positions=ints(device, 1, 2, 3, 4, 5), length=ints(device, 1, 1, 1, 1, 1)
+        ).tolist() == [2, 3, 4, 5, 6]
         tail = captured._captured.buffers.view(8)
         assert tail["positions"].tolist()[5:] == [0] * 3 and tail["length"].tolist()[5:] == [0] * 3
 
@@ -315,7 +331,9 @@ def test_a_slot_of_several_rows_a_request_pads_in_those_rows(device):
     static = buffers(device, ids=Slot((-1,), INT, width=3, pad=0))
     got = load(static, 2, 3, ids=ints(device, 1, 2, 3, 4, 5, 6))
     assert got["ids"] == [1, 2, 3, 4, 5, 6, 0, 0, 0]
-    with cglab.capture(lambda ids: ids * 2, slots={"ids": Slot(shape=(-1,), width=3)}, buckets=(4,)) as captured:
+    with cglab.capture(
+        lambda ids: ids * 2, slots={"ids": Slot(shape=(-1,), width=3)}, buckets=(4,)
+    ) as captured:
         assert captured(ids=ints(device, 1, 2, 3, 4, 5, 6)).tolist() == [2, 4, 6, 8, 10, 12]
         with pytest.raises(SlotError, match="no multiple of its width 3"):
             captured(ids=ints(device, 1, 2, 3, 4))

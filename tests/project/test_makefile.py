@@ -52,7 +52,7 @@ def test_environment_is_not_installed_again_until_its_parts_change(root, tmp_pat
 
 def test_lab_stays_on_this_machine_and_keeps_its_token(root):
     plan = make(root, "--dry-run", "lab").stdout
-    assert "jupyter lab notebooks/00_start_here.ipynb --ip=127.0.0.1" in plan
+    assert "jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb --ip=127.0.0.1" in plan
     assert "token" not in plan
 
 

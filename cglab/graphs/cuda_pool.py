@@ -1,0 +1,60 @@
+"""The cuda recorder's memory: a private pool of the caching allocator."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor
+
+from cglab.graphs.recorder import Pool
+
+
+class CudaPool(Pool):
+    """A private memory pool of the caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.handle = torch.cuda.graph_pool_handle()
+        self._ranges: list[tuple[int, int]] = []
+        self._ranges_at = -1
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the pool's segments, from the allocator's own snapshot."""
+        return sum(end - start for start, end in self._segments())
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory is the pool's."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(start <= address < end for start, end in self._segments())
+
+    def _segments(self) -> list[tuple[int, int]]:
+        """Address ranges of the pool; a snapshot is slow, so it is taken only when reserved memory has changed."""
+        stats = torch._C._cuda_memoryStats(self.device.index or 0)
+        changes = stats["segment"]["all"]["allocated"] + stats["segment"]["all"]["freed"]
+        if changes != self._ranges_at:
+            wanted = tuple(self.handle)
+            self._ranges = [
+                (segment["address"], segment["address"] + segment["total_size"])
+                for segment in torch.cuda.memory_snapshot()
+                if tuple(segment.get("segment_pool_id", ())) == wanted
+            ]
+            self._ranges_at = changes
+        return self._ranges
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocates in the pool."""
+        index = self.device.index or 0
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
+        try:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        finally:
+            torch._C._cuda_endAllocateToPool(index, self.handle)
+            torch._C._cuda_releasePool(index, self.handle)
+
+    def close(self) -> None:
+        """Returns the pool's segments to the driver once no recording holds them."""
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,49 @@
+"""How a step is captured: one dataclass, every field with the lab's default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cglab.graphs.selfcheck import Vary, vary_rows
+
+MANY_SHAPES = 8
+"""Different sizes that ran eager before a warning says so."""
+
+
+class CaptureFailedWarning(UserWarning):
+    """A capture failed, and the step runs eager from now on."""
+
+
+class ManyShapesWarning(UserWarning):
+    """Many different sizes ran eager: the buckets do not fit the workload (B57)."""
+
+
+@dataclass
+class Options:
+    """How a step is captured; every field has the lab's default.
+
+    Attributes:
+        backend: full, breakable or eager.
+        padding: pad up to a bucket; without it only exact sizes replay.
+        waste_ceiling: refuse a bucket above this multiple of the live rows (P7); None admits all.
+        inline_breaks: record breaks as they stand in a full capture.
+        warmups: fixed number of warm-ups for every shape; None for the policy.
+        self_check: end a capture with the self-check; None means on the tape only.
+        vary: how the self-check changes inputs.
+        clone: hand out copies instead of views.
+        debug: hand out views that refuse to be read once they are stale (B20).
+        strict: raise when a capture fails, instead of running eager with the reason.
+    """
+
+    backend: str = "full"
+    padding: bool = True
+    waste_ceiling: float | None = None
+    inline_breaks: bool = False
+    warmups: int | None = None
+    self_check: bool | None = None
+    vary: Vary = vary_rows
+    clone: bool = False
+    debug: bool = False
+    strict: bool = False
+    after_warmup: Callable[[], None] | None = None
