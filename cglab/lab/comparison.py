@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cglab.graphs.coverage import Coverage
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 TAPE_NOTE = "CPU tape: the times show that it works; they are no graph speed-ups."
 
 
-def title_of(technique: str, workload: Mapping[str, Any]) -> str:
-    """A heading: what was run, at which size."""
-    return f"One {technique} step, batch {workload['batch']}, context {workload['context']}"
+def title_of(technique: str, model: str, workload: Mapping[str, Any]) -> str:
+    """A heading: what was run, of which model (a folder's name is enough), at which size."""
+    return (
+        f"One {technique} step of {Path(model).name}, batch {workload['batch']}, context {workload['context']}"
+    )
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Comparison:
 
     Attributes:
         technique: the toggle.
+        model: name or folder.
         workload: batch, context and bucket of the step.
         recorder: ``cuda`` or ``tape``.
         times: seconds of a step, by arm.
@@ -39,6 +43,7 @@ class Comparison:
     """
 
     technique: str
+    model: str
     workload: dict[str, Any]
     recorder: str
     times: ABResult
@@ -49,7 +54,7 @@ class Comparison:
     @property
     def title(self) -> str:
         """What was compared, in one line."""
-        return title_of(self.technique, self.workload)
+        return title_of(self.technique, self.model, self.workload)
 
     @property
     def note(self) -> str:
@@ -78,11 +83,14 @@ class Comparison:
         """One row an arm: steps, captured, eager, and eager steps by reason."""
         import pandas
 
-        rows = [
-            {"arm": arm, "steps": c.steps, "captured": c.captured, "eager": c.eager, **c.reasons}
+        reasons = dict.fromkeys(reason for c in self.coverage.values() for reason in c.reasons)
+        return pandas.DataFrame(
+            {
+                "arm": arm, "steps": c.steps, "captured": c.captured, "eager": c.eager,
+                **{reason.lower(): c.reasons.get(reason, 0) for reason in reasons},
+            }
             for arm, c in self.coverage.items()
-        ]
-        return pandas.DataFrame(rows).fillna(0).astype({"arm": str}).rename(columns=str.lower)
+        )  # fmt: skip
 
     def plot_coverage(self) -> Any:
         """Captured and eager steps of each arm, with reasons, a plotly figure."""
@@ -101,7 +109,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a record."""
         return {
-            "technique": self.technique, "workload": self.workload, "recorder": self.recorder, "note": self.note,
+            "technique": self.technique, "model": self.model, "workload": self.workload, "recorder": self.recorder, "note": self.note,
             "times": self.times.as_dict(), "parity": {a: p.as_dict() for a, p in self.parity.items()},
             "coverage": {a: c.as_dict() for a, c in self.coverage.items()}, "memory": self.memory,
         }  # fmt: skip
@@ -118,20 +126,22 @@ class Profile:
 
     Attributes:
         technique: the toggle.
+        model: name or folder.
         workload: batch, context and bucket.
         traces: by arm.
-        recorded: of which model, where and when, for a profile that was loaded; empty for one made here.
+        recorded: device and day of a profile that was loaded; None for one made here.
     """
 
     technique: str
+    model: str
     workload: dict[str, Any]
     traces: dict[str, Trace]
-    recorded: str = ""
+    recorded: str | None = None
 
     @property
     def title(self) -> str:
         """What was profiled, in one line."""
-        return title_of(self.technique, self.workload) + (f" ({self.recorded})" if self.recorded else "")
+        return title_of(self.technique, self.model, self.workload) + (f" ({self.recorded})" if self.recorded else "")
 
     def as_frame(self) -> pandas.DataFrame:
         """One row an arm: launches, kernels, busy time, gaps."""

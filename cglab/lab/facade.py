@@ -196,7 +196,7 @@ class Lab:
             )
             workload = self.describe(step)
         return Comparison(
-            name, workload, self.group.recorder.name, times, parity,
+            name, self.name, workload, self.group.recorder.name, times, parity,
             {arm: runner.coverage() - before[arm] for arm, runner in runners.items()},
             {arm: runner.captured.memory() for arm, runner in runners.items()},
         )  # fmt: skip
@@ -268,9 +268,9 @@ class Lab:
                 kept = None if save is None else trace_path(save, name, arm)
                 run = partial(runner.run, step.live, **step.inputs)
                 traces[arm] = profile(run, steps=steps, device=self.device, save=kept)
-            made = Profile(name, self.describe(step), traces)
+            made = Profile(name, self.name, self.describe(step), traces)
         if save is not None:
-            save_profile(made, save, model=self.name, device=self.device)
+            save_profile(made, save, self.device)
         return made
 
     def coverage(self) -> dict[str, Coverage]:

@@ -29,7 +29,7 @@ def trace_path(folder: str | Path, technique: str, arm: str) -> Path:
     return Path(folder) / f"{technique}-{arm}.trace.json.gz"
 
 
-def save_profile(profile: Profile, folder: str | Path, *, model: str, device: torch.device) -> None:
+def save_profile(profile: Profile, folder: str | Path, device: torch.device) -> None:
     """Describes a profile whose traces were kept at ``trace_path``.
 
     Raises:
@@ -37,7 +37,7 @@ def save_profile(profile: Profile, folder: str | Path, *, model: str, device: to
     """
     path = Path(folder) / f"{profile.technique}.profile.json"
     facts = {
-        "technique": profile.technique, "workload": profile.workload, "model": model,
+        "technique": profile.technique, "workload": profile.workload, "model": Path(profile.model).name,
         "device": describe_device(device).name, "created": datetime.now(UTC).isoformat(),
         "traces": {arm: trace_path(folder, profile.technique, arm).name for arm in profile.traces},
     }  # fmt: skip
@@ -61,12 +61,12 @@ def recorded_profile(technique: str = "decode", folder: str | Path | None = None
     """
     path = results_folder(folder) / f"{technique}.profile.json"
     if not path.exists():
-        return Profile(technique, {}, {})
+        return Profile(technique, "", {}, {})
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         traces = {arm: load_trace(path.with_name(name)).window(STEP) for arm, name in facts["traces"].items()}
-        recorded = f"{facts['model']} on {facts['device']}, {facts['created'][:10]}"
-        return Profile(facts["technique"], facts["workload"], traces, recorded)
+        recorded = f"{facts['device']} on {facts['created'][:10]}"
+        return Profile(facts["technique"], facts["model"], facts["workload"], traces, recorded)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResultsError(
             f"{path} is no recorded profile ({error!r}); record it again with lab.profile(save=...)"

@@ -65,7 +65,7 @@ class Recorded:
 
     def plot(self) -> Any:
         """Step time by model, batch size and arm, a plotly figure; it says so where there is nothing yet."""
-        return draw("recorded_decode", self)
+        return draw(f"recorded_{self.bench}", self)
 
     def __str__(self) -> str:
         if not self.records:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cglab.lab.comparison import Comparison
+from cglab.lab.comparison import Comparison, title_of
 from cglab.lab.views import draw
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Sweep:
     def plot(self) -> Any:
         """Step time against batch size by arm, a plotly figure."""
         first = self.comparisons[0]
-        title = f"One {first.technique} step against batch size, context {first.workload['context']}"
+        title = title_of(first.technique, first.model, {**first.workload, "batch": "size below"})
         return draw("batch_sweep", self.as_frame(), title, first.note)
 
     def __str__(self) -> str:
