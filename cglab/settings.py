@@ -84,11 +84,15 @@ def device(settings: Settings | None = None) -> torch.device:
         DeviceError: CUDA is asked for and there is no device.
         ToggleError: as :func:`read_settings`.
     """
-    return named_device((settings or read_settings()).device)
+    return named_device((settings or read_settings()).device, source="CGLAB_DEVICE")
 
 
-def named_device(requested: str) -> torch.device:
+def named_device(requested: str, *, source: str = "device") -> torch.device:
     """The device of a name: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
+
+    Args:
+        requested: the name.
+        source: where it was asked for, for the message.
 
     Raises:
         DeviceError: there is no such device here.
@@ -98,16 +102,17 @@ def named_device(requested: str) -> torch.device:
 
     if requested == "cpu":
         return torch.device("cpu")
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if requested == "auto" and not found:
+    present = torch.cuda.is_available()
+    if requested == "auto" and not present:
         return torch.device("cpu")
-    if requested in ("auto", "cuda") and found:
+    if requested in ("auto", "cuda") and present:
         return torch.device("cuda", torch.cuda.current_device())
+    found = torch.cuda.device_count() if present else 0
     if requested in [f"cuda:{index}" for index in range(found)]:
         return torch.device(requested)
-    good = ["auto", "cpu", *(["cuda"] if found else []), *(f"cuda:{index}" for index in range(found))]
+    good = ["auto", "cpu", *(["cuda"] if present else []), *(f"cuda:{index}" for index in range(found))]
     message = (
-        f"device {requested!r} is not here: torch {torch.__version__} finds {found} CUDA device(s); "
+        f"{source}={requested!r} is not here: torch {torch.__version__} finds {found} CUDA device(s); "
         f"good values are {', '.join(good)}"
     )
     raise DeviceError(message)

@@ -177,7 +177,7 @@ class Backend(ABC):
     @abstractmethod
     def _record(self, function: Callable[[], Any]) -> tuple[list[Segment | BreakCall], Stored]: ...
 
-    def replay(self, key: ShapeKey) -> Any:
+    def replay(self, key: ShapeKey) -> Stored:
         """Runs the recording of ``key``; the result is overwritten by the next replay.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A step with its recordings: the five verbs, and the loop that captures every bucket.
+"""A step with its recordings, as five verbs.
 
 ``can_run`` decides, ``pad`` picks the bucket, ``load`` fills the static buffers, ``replay`` runs, ``trim`` cuts the
 result to the live rows. Everything that knows about buckets, padding and keys is here, once; runners add what a
@@ -8,7 +8,6 @@ phase of the model needs.
 from __future__ import annotations
 
 import atexit
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,25 +18,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from cglab.errors import (
-    CaptureError,
-    CaptureMemoryError,
-    ClosedError,
-    PoolBusyError,
-)  # fmt: skip
+from cglab.errors import ClosedError, PoolBusyError
 from cglab.graphs.address import AddressContract
-from cglab.graphs.backends import BACKENDS, Backend, CaptureCost, check_backend
-from cglab.graphs.breaks import BreakCall, capturing
+from cglab.graphs.backends import BACKENDS, CaptureCost, check_backend
+from cglab.graphs.breaks import capturing
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.dispatch import choose_bucket, live_size
 from cglab.graphs.keys import ShapeKey
-from cglab.graphs.options import MANY_SHAPES, CaptureFailedWarning, ManyShapesWarning, Options
-from cglab.graphs.outputs import LiveView, Stored, rows_per_size
-from cglab.graphs.recorder import Pool, Recorder, Segment, recorder_for
-from cglab.graphs.selfcheck import self_check
+from cglab.graphs.options import MANY_SHAPES, ManyShapesWarning, Options
+from cglab.graphs.outputs import LiveView, Stored
+from cglab.graphs.recorder import Pool, Recorder, recorder_for
+from cglab.graphs.recordings import Prepare, Recordings
 from cglab.graphs.slots import Padding, SharedBuffers, Slot, StaticBuffers
 
-log = logging.getLogger("cglab.graphs")
 _alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 
 
@@ -76,20 +69,16 @@ class Captured:
         self._own_pool = self.pool is None
         self._pool = self.pool or self._recorder.new_pool()
         self.buffers = StaticBuffers(self.slots, self.buckets[-1], self.device, self.shared)
-        self._present: frozenset[str] | None = None
-        self._backend: Backend | None = None
-        if self.options.backend in BACKENDS:
-            self._backend = BACKENDS[self.options.backend](
-                self._recorder,
-                self._pool,
-                inline_breaks=self.options.inline_breaks,
-                warmups=self.options.warmups,
+        self._recordings = (
+            Recordings(
+                self.name, self.function, self.buffers, self.options,
+                recorder=self._recorder, pool=self._pool, variant=self.variant,
             )
+            if self.options.backend in BACKENDS
+            else None
+        )  # fmt: skip
         self.counts = Coverage()
-        self.ledger: list[CaptureCost] = []
-        self.failures: dict[ShapeKey, str] = {}
         self._tried = False
-        self._rows: list[int | None] | None = None
         self._generation = 0
         self._eager_sizes: set[int] = set()
         self._closed = False
@@ -99,18 +88,27 @@ class Captured:
     __eq__ = object.__eq__
 
     @property
-    def _recordings(self) -> Backend:
-        if self._backend is None:
-            raise ClosedError(f"{self.name} runs eager: nothing is recorded; capture it with another backend")
-        return self._backend
+    def recordings(self) -> Recordings:
+        """What is recorded.
 
-    def key(self, size: int) -> ShapeKey:
-        """The key of a bucket; the only place where one is made."""
-        return ShapeKey(size, self.variant)
+        Raises:
+            ClosedError: for a step on the eager backend.
+        """
+        if self._recordings is None:
+            raise ClosedError(f"{self.name} runs eager: nothing is recorded; choose another backend")
+        return self._recordings
 
-    def capture(
-        self, prepare: Callable[[dict[str, Tensor]], None] | None = None, *, absent: Sequence[str] = ()
-    ) -> None:
+    @property
+    def ledger(self) -> list[CaptureCost]:
+        """What each captured bucket cost; empty on the eager backend."""
+        return self._recordings.ledger if self._recordings else []
+
+    @property
+    def failures(self) -> dict[ShapeKey, str]:
+        """Why a bucket has no recording, by key."""
+        return self._recordings.failures if self._recordings else {}
+
+    def capture(self, prepare: Prepare | None = None, *, absent: Sequence[str] = ()) -> None:
         """Records every bucket, largest first. Smaller buckets survive when a larger one fails.
 
         Args:
@@ -122,77 +120,8 @@ class Captured:
         """
         self._require_open()
         self._tried = True
-        if self._backend is None:
-            return
-        self._present = frozenset(self.slots) - frozenset(absent)
-        self.buffers.reset()
-        with self._backend.capture_session():
-            for size in reversed(self.buckets):
-                error = self._capture_bucket(size, prepare)
-                if error is None:
-                    continue
-                self.failures[self.key(size)] = str(error)
-                if self.options.strict:
-                    raise error
-                warnings.warn(CaptureFailedWarning(f"{self.name}, bucket {size}: {error}"), stacklevel=3)
-                if not isinstance(error, CaptureMemoryError):
-                    for rest in self.buckets:  # the same function fails at every size
-                        self.failures.setdefault(self.key(rest), str(error))
-                    break
-        self._rows = self._trim_rule()
-
-    def _capture_bucket(
-        self, size: int, prepare: Callable[[dict[str, Tensor]], None] | None
-    ) -> CaptureError | None:
-        backend, key = self._recordings, self.key(size)
-        views = self.buffers.view(size, self._present)
-        if prepare is not None:
-            prepare(views)
-        step = self._step(views)
-        try:
-            cost = backend.capture_one(
-                key, step, keep_alive=tuple(views.values()), after_warmup=self.options.after_warmup
-            )
-            check = self.options.self_check
-            if check or (check is None and self._recorder.name == "tape"):
-                try:
-                    self_check(key, views, step, lambda: self._raw_replay(key), self.options.vary)
-                except CaptureError:
-                    backend.drop(key)
-                    raise
-        except CaptureError as error:
-            return error
-        self.failures.pop(key, None)
-        self.ledger = [c for c in self.ledger if c.key != key] + [cost]
-        return None
-
-    def _step(self, views: dict[str, Tensor]) -> Callable[[], Any]:
-        missing = dict.fromkeys(self.slots.keys() - (self._present or frozenset()))
-        return lambda: self.function(**views, **missing)
-
-    def _raw_replay(self, key: ShapeKey) -> Any:
-        for step in self._recordings.artifact(key).steps:
-            step.replay()
-        return self._recordings.artifact(key).output.tree()
-
-    def _trim_rule(self) -> list[int | None] | None:
-        keys = self._recordings.keys
-        if not keys:
-            return None
-        shapes = {key: _shapes(self._recordings.artifact(key).output) for key in keys}
-        if (
-            len(keys) == 1 and keys[0].size > 1
-        ):  # one size cannot tell rows from a coincidence: look at another
-            size = keys[0].size - 1
-            views = self.buffers.view(size, self._present)
-            output = self._recorder.shape_of(self._step(views))
-            leaves = tree_flatten(output)[0]
-            shapes[self.key(size)] = [
-                tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves
-            ]
-        if len(shapes) == 1:
-            return [None] * len(next(iter(shapes.values())))  # a single bucket of one row is never padded
-        return rows_per_size(shapes)
+        if self._recordings is not None:
+            self._recordings.capture(self.buckets, prepare, absent)
 
     def live_size(self, values: Mapping[str, Tensor | None]) -> int:
         """The live size that all values agree on; see ``dispatch.live_size``."""
@@ -210,14 +139,15 @@ class Captured:
         Raises:
             SlotError: for an input of the wrong dtype or number of axes.
         """
-        if self._backend is None:
+        recordings = self._recordings
+        if recordings is None:
             return Miss(Reason.BACKEND_EAGER)
         bucket = self.pad(live)
         if isinstance(bucket, Miss):
             return bucket
-        if self._present is not None:
+        if recordings.present is not None:
             present = frozenset(name for name, value in values.items() if value is not None)
-            odd = {name for name in present ^ self._present if self.slots[name].pad is not Padding.KEEP}
+            odd = {n for n in present ^ recordings.present if self.slots[n].pad is not Padding.KEEP}
             if odd:
                 name = min(odd)
                 now, then = ("a tensor", "None") if name in present else ("None", "a tensor")
@@ -226,12 +156,10 @@ class Captured:
             misfit = None if value is None else self.buffers.misfit(name, value, bucket)
             if misfit is not None:
                 return Miss(Reason.SHAPE, misfit)
-        key = self.key(bucket)
-        if not self._backend.can_run(key):
-            return Miss(
-                Reason.CAPTURE_FAILED,
-                self.failures.get(key, f"bucket {bucket} was not captured").splitlines()[0],
-            )
+        key = recordings.key(bucket)
+        if not recordings.can_run(key):
+            why = recordings.failures.get(key, f"bucket {bucket} was not captured")
+            return Miss(Reason.CAPTURE_FAILED, why.splitlines()[0])
         return key
 
     def load(self, values: Mapping[str, Tensor | None], live: int, size: int) -> None:
@@ -252,18 +180,14 @@ class Captured:
             )
         self.contract.check()
         self._generation += 1
-        output: Stored = self._recordings.replay(key)
-        return output
+        return self.recordings.replay(key)
 
     def trim(self, output: Stored, live: int, size: int) -> Any:
         """The output with padded rows cut off (B32)."""
-        if live == size or self._rows is None:
-            leaves = list(output.leaves)
-        else:
-            leaves = [
-                leaf if rows is None else leaf[: live * rows]
-                for leaf, rows in zip(output.leaves, self._rows, strict=True)
-            ]
+        rule = None if live == size else self.recordings.rows
+        leaves = list(output.leaves)
+        if rule is not None:
+            leaves = [leaf if n is None else leaf[: live * n] for leaf, n in zip(leaves, rule, strict=True)]
         tree = tree_unflatten(leaves, output.structure)
         if self.options.clone:
             return tree_map_only(Tensor, Tensor.clone, tree)
@@ -311,8 +235,9 @@ class Captured:
     def run_padded_eager(self, values: Mapping[str, Tensor | None], live: int, size: int) -> Any:
         """Oracle 1: the same function, eager, over the same padded static buffers; untrimmed views trimmed alike."""
         self.load(values, live, size)
+        step = self.recordings.step_over(self.buffers.view(size, self.recordings.present))
         with torch.no_grad():
-            leaves, structure = tree_flatten(self._step(self.buffers.view(size, self._present))())
+            leaves, structure = tree_flatten(step())
         return self.trim(Stored(tuple(leaves), structure), live, size)
 
     def coverage(self) -> Coverage:
@@ -332,16 +257,12 @@ class Captured:
 
     def inspect(self, size: int) -> list[str]:
         """What was recorded for a bucket, in order."""
-        return [line for step in self.steps_of(size) for line in step.operations()]
-
-    def steps_of(self, size: int) -> tuple[Segment | BreakCall, ...]:
-        """The recorded segments and breaks of a bucket, in order of replay."""
-        return self._recordings.artifact(self.key(size)).steps
+        return [line for step in self.recordings.steps_of(size) for line in step.operations()]
 
     @property
     def captured_sizes(self) -> list[int]:
         """Sizes with a recording, ascending."""
-        return sorted({key.size for key in self._backend.keys}) if self._backend else []
+        return self._recordings.sizes if self._recordings else []
 
     def _require_open(self) -> None:
         if self._closed:
@@ -353,8 +274,8 @@ class Captured:
             return
         self._closed = True
         _alive.discard(self)
-        if self._backend is not None:
-            self._backend.close()
+        if self._recordings is not None:
+            self._recordings.close()
         self.buffers = StaticBuffers({}, 1, self.device)
         self.contract.clear()
         if self._own_pool:
@@ -365,10 +286,6 @@ class Captured:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _shapes(output: Stored) -> list[tuple[int, ...] | None]:
-    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in output.leaves]
 
 
 @atexit.register

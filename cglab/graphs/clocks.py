@@ -80,7 +80,7 @@ class WallClock:
 
 class _EventRegion:
     def __init__(self) -> None:
-        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.closed = False
 
     @property

@@ -44,7 +44,8 @@ def explain(error: BaseException, foreign: Place | None = None) -> BaseException
         return UnjoinedStreamError(
             f"a side stream is used that is not forked from the capture and joined to it: {text}",
             place=foreign or place,
-            advice="fork with side.wait_stream(current), join with current.wait_stream(side), or use an @cglab.eager_break",
+            advice="fork with side.wait_stream(current), join with current.wait_stream(side), "
+            "or use an @cglab.eager_break",
         )
     if "captur" not in lowered or isinstance(error, faults.PlannedFault):
         return CaptureError(f"the function raised while it was captured: {text}", place=place)

@@ -100,7 +100,8 @@ class Slot:
         rows, rest = divmod(value.shape[self.axis], self.width)
         if rest:
             raise SlotError(
-                f"slot {name!r} has shape {tuple(value.shape)}: axis {self.axis} is no multiple of width {self.width}"
+                f"slot {name!r} has shape {tuple(value.shape)}: "
+                f"axis {self.axis} is no multiple of its width {self.width}"
             )
         return rows
 

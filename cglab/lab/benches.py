@@ -15,8 +15,9 @@ import torch
 
 from cglab.engine.workload import DecodeStep, steady_decode
 from cglab.graphs.clocks import clock_for, sample_seconds
-from cglab.lab import facade
+from cglab.lab.facade import Lab
 from cglab.lab.floor import bytes_read, read_bandwidth
+from cglab.lab.opening import open_lab
 from cglab.lab.recovery import recovery_sweep
 from cglab.measure.ab import ABResult, interleave
 from cglab.measure.parity import Parity
@@ -63,7 +64,7 @@ def _bare(runner: DecodeRunner, step: DecodeStep) -> Callable[[], None] | None:
     sizes = [size for size in runner.captured.captured_sizes if size >= step.live]
     if not sizes:
         return None
-    segments = runner.captured.steps_of(min(sizes))
+    segments = runner.captured.recordings.steps_of(min(sizes))
 
     def replay() -> None:
         for segment in segments:
@@ -106,7 +107,7 @@ def decode(
     bandwidth = read_bandwidth(device, 4.0 if on_gpu else 0.2)
     for name in names:
         options = {} if on_gpu else {"max_batch": 4, "max_context": 128}
-        with facade.open_lab(name, device=device, **options) as lab:  # type: ignore[arg-type]
+        with open_lab(name, device=device, **options) as lab:  # type: ignore[arg-type]
             for arm in ARMS:
                 progress(f"{name}: capture {arm}")
                 lab.runner(arm)
@@ -118,9 +119,7 @@ def decode(
     return records
 
 
-def _decode_point(
-    lab: facade.Lab, step: DecodeStep, run: str, bandwidth: float, *, quick: bool
-) -> list[Record]:
+def _decode_point(lab: Lab, step: DecodeStep, run: str, bandwidth: float, *, quick: bool) -> list[Record]:
     device = lab.device
     runners = {arm: lab.runner(arm) for arm in ARMS}
     before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
@@ -281,35 +280,3 @@ BENCHES: Mapping[str, Bench] = {
     ),
     "parity": Bench("random sequences of batches against the three oracles", parity),
 }
-
-_COLUMNS = {
-    "decode": ("step_ms", "ratio_to_eager", "busy_ms", "launches", "kernels", "gap_us", "floor_ms", "predicted_gain_ms",
-               "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
-    "recovery": ("operations", "tried", "failed", "ok"),
-    "parity": ("cases", "steps", "captured", "bitwise", "tokens_equal", "ok"),
-}  # fmt: skip
-
-
-def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One flat row a record, with the columns that its bench is read by."""
-    return [
-        {
-            "bench": r.bench, "model": r.model,
-            **{name: value for name, value in r.workload.items() if name in ("batch", "context", "bucket")},
-            "arm": r.arm, "parity": (r.parity or {}).get("verdict"),
-            **{column: r.metrics.get(column) for column in _COLUMNS.get(r.bench, tuple(r.metrics))},
-        }
-        for r in records
-    ]  # fmt: skip
-
-
-def format_table(records: Sequence[Record]) -> str:
-    """The records as a text table, and the sentence that CPU times need."""
-    import pandas
-
-    lines = [pandas.DataFrame(rows(records)).to_string(index=False, float_format=lambda v: f"{v:.4g}")]
-    if any(not r.shows_graph_times for r in records):
-        from cglab.lab.comparison import TAPE_NOTE
-
-        lines.append(TAPE_NOTE)
-    return "\n".join(lines)

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import torch
 
-from cglab import settings
 from cglab.engine.engine import Engine
 from cglab.engine.requests import Generation
 from cglab.engine.workload import DecodeStep, steady_decode
@@ -324,43 +323,3 @@ class Lab:
             "closed" if self._closed else f"{self.captures}, buckets {self.buckets[0]} to {self.buckets[-1]}"
         )
         return f"Lab({self.name}, {self.weights} weights, {self.device}, {self.dtype}; {state})"
-
-
-def open_lab(
-    name: str | Path | None = None,
-    *,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    max_batch: int | None = None,
-    max_context: int | None = None,
-    buckets: Sequence[int] | None = None,
-    padding: bool = True,
-    seed: int = 0,
-    debug: bool = False,
-) -> Lab:
-    """Opens a model.
-
-    Args:
-        name: a shipped model, a local Hugging Face folder, a hub id, or a published shape with random weights
-            (``qwen3-8b``); None takes ``CGLAB_MODEL``, else ``pico-gqa``.
-        device: None takes ``CGLAB_DEVICE``, else a GPU if there is one.
-        dtype: None takes float32 on a CPU, bfloat16 on a GPU.
-        max_batch: most requests at once: 8 on a CPU, 64 on a GPU.
-        max_context: longest request in tokens: 512 on a CPU, 1024 on a GPU.
-        buckets: batch sizes to capture; None takes SGLang's list up to ``max_batch``.
-        padding: pad to a bucket; without it every size up to ``max_batch`` is captured.
-        seed: of random weights.
-        debug: outputs refuse to be read once they are stale.
-
-    Raises:
-        ModelError: if there is no such model, or it is damaged.
-        DeviceError: if the device is not there.
-    """
-    where = settings.device() if device is None else settings.named_device(str(device))
-    if dtype is None:
-        dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
-    return Lab(
-        name or settings.read_settings().model, device=where, dtype=dtype,
-        max_batch=max_batch if max_batch is not None else (8 if where.type == "cpu" else 64),
-        max_context=max_context, buckets=buckets, padding=padding, seed=seed, debug=debug,
-    )  # fmt: skip

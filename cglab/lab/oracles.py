@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,11 @@ from torch import Tensor
 from cglab.engine.engine import Engine
 from cglab.engine.requests import Request
 from cglab.errors import ToggleError
-from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.out_forms import same_bits
 from cglab.lab.plants import planted
 from cglab.lab.techniques import technique
+from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.parity import compare_logits, compare_tokens, measured_bound
 from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel, load_model
@@ -38,69 +38,6 @@ BUCKETS = (1, 2, 4, 8)
 LARGEST_BATCH = 10  # above the largest bucket, so that eager steps are among the cases
 MAX_CONTEXT = 96
 STEPS = (2, 5)
-
-
-@dataclass
-class TechniqueParity:
-    """What the cases showed.
-
-    Attributes:
-        technique: the toggle.
-        cases: sequences that ran.
-        bitwise: oracles 1 and 3 held in every step.
-        tokens_equal: oracle 2 held in every step.
-        mismatches: what did not, at most ``KEPT`` of them.
-        steps, captured: steps checked, and those of them that were replayed.
-        ties: tokens that differ from live eager at a near-tie of its own.
-        bound: drift bound of oracle 2.
-    """
-
-    technique: str
-    cases: int = 0
-    bitwise: bool = True
-    tokens_equal: bool = True
-    mismatches: list[dict[str, Any]] = field(default_factory=list)
-    steps: int = 0
-    captured: int = 0
-    ties: int = 0
-    compared_tokens: int = 0
-    max_drift: float = 0.0
-    bound: float = 0.0
-    dtype: str = ""
-    recorder: str = ""
-
-    KEPT = 20
-
-    @property
-    def ok(self) -> bool:
-        """Whether all held, ties stayed rare, and steps were captured at all."""
-        return self.bitwise and self.tokens_equal and self.captured > 0
-
-    def fault(self, oracle: int, where: dict[str, Any], detail: str) -> None:
-        """Notes a mismatch."""
-        if oracle == 2:
-            self.tokens_equal = False
-        else:
-            self.bitwise = False
-        if len(self.mismatches) < self.KEPT:
-            self.mismatches.append({"oracle": oracle, **where, "detail": detail})
-
-    def as_dict(self) -> dict[str, Any]:
-        """One entry of ``cglab parity --json``."""
-        return dict(vars(self).items())
-
-    def __str__(self) -> str:
-        verdict = "ok" if self.ok else "FAILED"
-        padded = "bitwise" if self.bitwise else "DIFFER"
-        live = "equal" if self.tokens_equal else "DIFFERS"
-        first = (
-            f"{self.technique} ({self.recorder}, {self.dtype}): {verdict}; {self.cases} sequences, "
-            f"{self.steps} steps, {self.captured} captured; padded eager and poison {padded}; live eager {live} "
-            f"(drift {self.max_drift:.2g} of {self.bound:.2g}, {self.ties} near-ties)"
-        )
-        lines = [first]
-        lines += [f"  {mismatch}" for mismatch in self.mismatches[:5]]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -314,13 +251,6 @@ class DecodeOracles:
         for runner in self.runners.values():
             runner.close()
         self.group.close()
-
-    def coverage(self) -> dict[str, Coverage]:
-        """Steps of each runner, with the reasons for eager ones."""
-        return {
-            f"{mode}, padding {'on' if pad else 'off'}": r.coverage()
-            for (mode, pad), r in self.runners.items()
-        }
 
 
 TIE_SHARE = 0.01

@@ -14,7 +14,8 @@ from cglab.engine.workload import DecodeStep, steady_decode
 from cglab.graphs import faults
 from cglab.graphs.coverage import Reason
 from cglab.graphs.options import CaptureFailedWarning, Options
-from cglab.lab import facade
+from cglab.lab.facade import Lab
+from cglab.lab.opening import open_lab
 from cglab.runners.decode import DecodeRunner
 
 
@@ -47,7 +48,7 @@ def recovery_sweep(
         indices: exactly these, instead.
     """
     with (
-        facade.open_lab(
+        open_lab(
             "pico-gqa", device=device, dtype=torch.float32, max_batch=2, max_context=64, buckets=[2]
         ) as lab,
         steady_decode(lab.engine, 2, 20) as step,
@@ -81,7 +82,7 @@ def _spread(count: int, sample: int | None) -> list[int]:
     return sorted({round(i * (count - 1) / (sample - 1)) for i in range(sample)})
 
 
-def _attempt(lab: facade.Lab, mode: str, step: DecodeStep) -> tuple[Tensor, str | None]:
+def _attempt(lab: Lab, mode: str, step: DecodeStep) -> tuple[Tensor, str | None]:
     """Captures anew, runs one step; returns its logits and the reason if it ran eager."""
     runner = DecodeRunner(lab.model, lab.engine.kv, lab.group, lab.buckets, Options(backend=mode))
     try:
@@ -94,7 +95,7 @@ def _attempt(lab: facade.Lab, mode: str, step: DecodeStep) -> tuple[Tensor, str 
         runner.close()
 
 
-def _level(lab: facade.Lab) -> int:
+def _level(lab: Lab) -> int:
     gc.collect()
     if lab.device.type == "cuda":
         torch.cuda.synchronize()

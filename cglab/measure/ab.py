@@ -168,7 +168,7 @@ def interleave(
             samples[name].append([])
             try:
                 _take(arms[name], samples[name][-1], repeats, warmup)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - one arm's failure must not lose the others' samples
                 errors[name] = f"{type(error).__name__}: {error}"
 
     turns(0, instances)

@@ -18,9 +18,7 @@ from typing import Any, Literal
 from cglab.errors import ResultsError
 from cglab.measure.formula import Formula, parse_formula
 from cglab.measure.record import Record
-from cglab.measure.tree import PACKAGE
-
-CLAIMS = PACKAGE.parent / "data" / "claims.toml"
+from cglab.settings import read_settings
 
 Status = Literal["met", "unmet", "unmeasured"]
 
@@ -124,14 +122,15 @@ class ClaimResult:
         return asdict(self)
 
 
-def load_claims(path: str | Path = CLAIMS) -> tuple[Claim, ...]:
-    """Reads and checks the claims.
+def load_claims(path: str | Path | None = None) -> tuple[Claim, ...]:
+    """Reads and checks the claims, by default ``claims.toml`` of the data folder.
 
     Raises:
         ResultsError: if the file cannot be read, or a claim is no claim; it names the claim and part.
     """
+    path = read_settings().data / "claims.toml" if path is None else Path(path)
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ResultsError(f"cannot read claims from {path}: {error}") from error
     claims = []

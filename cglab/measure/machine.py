@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from cglab import __version__
 from cglab.graphs.clocks import clock_for
 
-PACKAGES = ("cglab", "numpy", "transformers", "triton", "sglang")
+PACKAGES = ("numpy", "transformers", "triton", "sglang")
 """Packages whose versions a record carries, where they are installed."""
 
 
@@ -47,11 +48,12 @@ def describe_device(device: torch.device | str) -> Device:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, torch, CUDA and of :data:`PACKAGES`; nothing is imported for it."""
+    """Versions of Python, torch, CUDA, cglab and of :data:`PACKAGES`, which are not imported for it."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cglab": __version__,
     }
     for name in PACKAGES:
         try:

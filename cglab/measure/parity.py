@@ -161,29 +161,26 @@ def compare_tokens(
             f"cannot compare {len(captured)} rows of tokens with {len(reference)} rows of the oracle; "
             "need as many, with tokens in them"
         )
-    compared, ties, worst = 0, [], None
+    compared, ties, faults = 0, [], []
     for row, (now, oracle) in enumerate(zip(captured, reference, strict=True)):
+        reached = min(len(now), len(oracle))
         parted = False
-        for step, (ours, theirs) in enumerate(zip(now, oracle, strict=False)):
-            compared += 1
-            if ours == theirs:
-                continue
-            gap = inf if reference_logits is None else _gap(reference_logits, row, step, ours)
+        for step in [step for step in range(reached) if now[step] != oracle[step]]:
+            gap = inf if reference_logits is None else _gap(reference_logits, row, step, now[step])
+            above = f", whose logit lies {gap:.3g} higher" if isfinite(gap) else ""
             if gap < bound:
                 ties.append((step, row))
-            elif worst is None or (step, row) < worst[:2]:
-                above = f", whose logit lies {gap:.3g} higher" if isfinite(gap) else ""
-                worst = step, row, f"token {ours} where the oracle has {theirs}{above}"
-            parted = not forced
-            if parted:
+            else:
+                faults.append((step, row, f"token {now[step]} where the oracle has {oracle[step]}{above}"))
+            if not forced:
+                reached, parted = step + 1, True
                 break
+        compared += reached
         if not parted and len(now) != len(oracle):
-            end = min(len(now), len(oracle))
-            if worst is None or (end, row) < worst[:2]:
-                worst = end, row, f"{len(now)} tokens where the oracle has {len(oracle)}"
+            faults.append((reached, row, f"{len(now)} tokens where the oracle has {len(oracle)}"))
     facts: dict[str, Any] = {"compared": compared, "bound": bound, "tied": len(ties)}
-    if worst is not None:
-        step, row, detail = worst
+    if faults:
+        step, row, detail = min(faults)
         detail = f"step {step} row {row}: {detail}; the bound is {bound:.3g}"
         return Parity(Verdict.CORRUPTED, **facts, step=step, row=row, detail=detail)
     if not ties:

@@ -100,7 +100,8 @@ def predict_gain(eager: Trace, *, wall_us: float | None = None) -> Prediction:
         wall_us: wall time of a step in an unprofiled run; without it the trace's own is used.
 
     Raises:
-        InputError: if the trace is unreliable, or the wall time is below the busy time, which no step can be.
+        InputError: if the trace is unreliable, or the wall time lies below the busy time by more than two runs of
+            one step differ, so that they are not of one step.
     """
     busy = eager.busy_us()
     if busy is None:
@@ -109,7 +110,7 @@ def predict_gain(eager: Trace, *, wall_us: float | None = None) -> Prediction:
         )
     busy /= eager.steps
     wall = eager.wall_us / eager.steps if wall_us is None else wall_us
-    if wall < busy:
+    if wall < (1 - NOTHING_TO_WIN) * busy:
         raise InputError(
             f"a step of {wall:.1f} us cannot hold {busy:.1f} us of device work; measure both on one shape"
         )

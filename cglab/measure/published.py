@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cglab.errors import ResultsError
-from cglab.measure.tree import PACKAGE
+from cglab.settings import read_settings
 
 if TYPE_CHECKING:
     import pandas
 
-PUBLISHED = PACKAGE.parent / "data" / "published"
 SOURCES = ("S0", "S1", "S2", "S3", "S4")
 
 _NEEDED = {"id": str, "source": str, "title": str, "machine": str, "columns": list, "rows": list}
 
 
-def load_published(folder: str | Path = PUBLISHED) -> dict[str, dict[str, Any]]:
-    """Reads and checks every published table.
+def load_published(folder: str | Path | None = None) -> dict[str, dict[str, Any]]:
+    """Reads and checks every published table, by default those of the data folder.
 
     Returns:
         Tables by id, in order of their ids.
@@ -33,7 +32,8 @@ def load_published(folder: str | Path = PUBLISHED) -> dict[str, dict[str, Any]]:
         ResultsError: if the folder holds no tables, or a table lacks a part, a row a column, or a row its
             source.
     """
-    files = sorted(Path(folder).glob("*.json"))
+    folder = read_settings().data / "published" if folder is None else Path(folder)
+    files = sorted(folder.glob("*.json"))
     if not files:
         raise ResultsError(f"no published tables in {folder}; they come with a clone of the repository")
     tables: dict[str, dict[str, Any]] = {}

@@ -21,9 +21,7 @@ from typing import Any
 
 from cglab.errors import ResultsError
 from cglab.measure.record import Record
-from cglab.measure.tree import PACKAGE
-
-RESULTS = PACKAGE.parent / "data" / "results"
+from cglab.settings import read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +75,13 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
         ) from error
 
 
-def load(folder: str | Path = RESULTS) -> Results:
-    """Reads every ``.jsonl`` file of a folder, or one such file.
+def load(folder: str | Path | None = None) -> Results:
+    """Reads every ``.jsonl`` file of a folder, or one such file; by default of ``results`` in the data folder.
 
     Raises:
         ResultsError: if there is no such folder or file, or it cannot be read.
     """
-    where = Path(folder)
+    where = read_settings().data / "results" if folder is None else Path(folder)
     if not where.exists():
         raise ResultsError(f"no results at {where}; record some with `cglab bench`, or name their folder")
     records: list[Record] = []

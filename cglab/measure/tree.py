@@ -60,7 +60,7 @@ def _tree(folder: Path) -> bytes | None:
             continue
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
-            entries.append((name, b"120000", _object("blob", os.fsencode(os.readlink(path)))))
+            entries.append((name, b"120000", _object("blob", os.fsencode(path.readlink()))))
         elif stat.S_ISDIR(mode):
             inner = _tree(path)
             if inner is not None:

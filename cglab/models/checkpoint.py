@@ -127,7 +127,7 @@ def read_shards(shards: Iterable[Path], model: Decoder) -> None:
     for shard in shards:
         try:
             with safe_open(shard, framework="pt") as tensors, torch.no_grad():
-                for name in tensors.keys():
+                for name in tensors.keys():  # noqa: SIM118 - the file is no mapping
                     if piece := layout.get(name):
                         piece.of(parameters[piece.parameter]).copy_(tensors.get_tensor(name))
         except (SafetensorError, OSError) as error:
@@ -138,7 +138,7 @@ def _header(shard: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every tensor in a file, without its data."""
     try:
         with safe_open(shard, framework="pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - the file is no mapping
             return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise _damaged(shard, error) from error

@@ -118,7 +118,7 @@ def test_sampling_synchronises_after_warm_up(monkeypatch):
     assert cuda.log[:3] == ["work", "device wait", "record"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_gpu_event_clock_sees_device_work_and_wall_clock_more():
     x = torch.randn(4096, 4096, device="cuda")
     events = clocks.median_seconds(lambda: x @ x, clocks.clock_for("cuda"), repeats=10)

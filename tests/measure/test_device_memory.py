@@ -53,7 +53,7 @@ def test_cuda_memory_is_read_when_the_device_is_idle(monkeypatch):
         memory_now("cuda:0", SimpleNamespace(used_bytes=0, reserved_bytes=0))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_gpu_memory_of_a_tensor():
     before = memory_now("cuda")
     kept = torch.zeros(1 << 20, device="cuda")

@@ -95,7 +95,12 @@ def test_masked_entries_are_equal_but_a_lost_mask_is_corrupted():
     ours, theirs = logits(0), logits(0)
     ours[..., 7] = theirs[..., 7] = -math.inf
     theirs[0, 0, 0] += 1e-6
-    assert compare_logits(ours, theirs, bound=1e-5).verdict is Verdict.DRIFT
+    drift = compare_logits(ours, theirs, bound=1e-5)
+    assert drift.verdict is Verdict.DRIFT
+    assert 0 < drift.max_abs < 1e-5
+    ours[0, 0, 0] += 1.0
+    assert compare_logits(ours, theirs, bound=1e-5).verdict is Verdict.CORRUPTED
+    ours[0, 0, 0] -= 1.0
     ours[1, 0, 7] = 3.0
     assert compare_logits(ours, theirs, bound=1e9).verdict is Verdict.CORRUPTED
 
@@ -181,7 +186,7 @@ def test_a_differing_token_passes_only_at_a_near_tie(gap, verdict):
 
 def test_a_token_that_is_not_one_of_the_tied_does_not_pass():
     oracle = [3] * 200
-    ours = [8] + oracle[1:]
+    ours = [8, *oracle[1:]]
     parity = compare_tokens(
         [ours], [oracle], reference_logits=[oracle_logits(oracle, 1e-5)], bound=1e-3, forced=True
     )
@@ -203,7 +208,7 @@ def test_nan_in_the_oracles_logits_is_no_tie():
     oracle = [3] * 200
     line = oracle_logits(oracle, 1e-5)
     line[0, 4] = math.nan
-    parity = compare_tokens([[4] + oracle[1:]], [oracle], reference_logits=[line], bound=1e-3, forced=True)
+    parity = compare_tokens([[4, *oracle[1:]]], [oracle], reference_logits=[line], bound=1e-3, forced=True)
     assert parity.verdict is Verdict.CORRUPTED
 
 
@@ -214,7 +219,7 @@ def test_a_row_that_ends_early_is_corrupted_unless_the_runs_had_parted():
     early = compare_tokens([oracle[:150]], [oracle], reference_logits=lines, bound=1e-3)
     assert early.verdict is Verdict.CORRUPTED
     assert "150 tokens where the oracle has 200" in early.detail
-    parted = compare_tokens([oracle[:150] + [4, 5]], [oracle], reference_logits=lines, bound=1e-3)
+    parted = compare_tokens([[*oracle[:150], 4, 5]], [oracle], reference_logits=lines, bound=1e-3)
     assert parted.verdict is Verdict.DRIFT
 
 

@@ -12,7 +12,7 @@ def kernel(name, start, duration, correlation, launched):
 
 
 def eager_step(kernels=50, gap=8.0, busy=2.0, names=None, steps=1):
-    """Steps of kernels of ``busy`` us, each launched when the device has run dry, ``gap`` us before it starts."""
+    """Steps of kernels of ``busy`` us, each launched ``gap`` us before it starts, on a dry device."""
     each = busy + gap
     events, calls = [], []
     for i in range(kernels * steps):
@@ -59,6 +59,10 @@ def test_b83_no_prediction_without_device_records():
 def test_a_wall_time_below_the_busy_time_is_refused():
     with pytest.raises(InputError, match="cannot hold"):
         predict_gain(eager_step(), wall_us=90.0)
+    # Busy is from another run: a step that waits for nothing may come out a little shorter.
+    full = predict_gain(eager_step(), wall_us=99.0)
+    assert full.gain_us == pytest.approx(-1.0)
+    assert outcome(full, 98.5).verdict == "as predicted"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,12 @@ def test_tables_by_id(tmp_path):
     assert tables["s2-stage"] == TABLE
 
 
+def test_the_tables_of_this_repository_load():
+    tables = load_published()
+    assert {table["source"] for table in tables.values()} == {"S0", "S1", "S2", "S3", "S4"}
+    assert all(len(published_frame(table)) == len(table["rows"]) > 0 for table in tables.values())
+
+
 def test_frame_keeps_units_and_sources(tmp_path):
     frame = published_frame(load_published(write(tmp_path))["s2-stage"])
     assert list(frame.columns) == ["rank", "wall", "source"]

@@ -63,6 +63,12 @@ def test_records_of_all_files_come_in_order_of_time(tmp_path):
     assert [each.id for each in load(tmp_path / "a.jsonl").records] == ["id2", "id4"]
 
 
+def test_the_data_folder_of_the_settings_is_the_default(tmp_path, monkeypatch):
+    append(tmp_path / "results" / "a.jsonl", [record(1)])
+    monkeypatch.setenv("CGLAB_DATA", str(tmp_path))
+    assert load().records == (record(1),)
+
+
 def test_only_cuda_times_are_times_of_graphs():
     assert record().shows_graph_times
     assert not record(device=Device("a CPU", "cpu")).shows_graph_times
@@ -71,9 +77,16 @@ def test_only_cuda_times_are_times_of_graphs():
 def test_make_record_fills_in_machine_versions_and_state():
     run = new_run()
     made = make_record(
-        bench="decode", arm="full", device="cpu", run=run, metrics={"step_ms": 1}, samples={"step_ms": (1.0, 2.0)},
-        command=["cglab", "bench", "decode"], model="pico-gqa", workload={"batch": 1},
-    )  # fmt: skip
+        bench="decode",
+        arm="full",
+        device="cpu",
+        run=run,
+        metrics={"step_ms": 1},
+        samples={"step_ms": (1.0, 2.0)},
+        command=["cglab", "bench", "decode"],
+        model="pico-gqa",
+        workload={"batch": 1},
+    )
     assert made.schema == SCHEMA
     assert made.run == run
     assert made.device.kind == "cpu"
@@ -196,6 +209,7 @@ def test_a_kill_at_any_byte_leaves_whole_lines(tmp_path):
         assert results.problems == ()
         assert len(results.records) >= reported
         assert all(each == big for each in results.records)
+    (tmp_path / ".a.jsonl.killed.part").write_bytes(b"half")
     append(path, [record(1)])
     assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]  # no unfinished copies are left
 

@@ -1,0 +1,160 @@
+"""The recordings of one step: the loop over its buckets, what each cost, which failed, how results are trimmed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from cglab.errors import CaptureError, CaptureMemoryError
+from cglab.graphs.backends import BACKENDS, CaptureCost
+from cglab.graphs.breaks import BreakCall
+from cglab.graphs.keys import ShapeKey
+from cglab.graphs.options import CaptureFailedWarning, Options
+from cglab.graphs.outputs import Stored, rows_per_size
+from cglab.graphs.recorder import Pool, Recorder, Segment
+from cglab.graphs.selfcheck import self_check
+from cglab.graphs.slots import StaticBuffers
+
+Prepare = Callable[[dict[str, Tensor]], None]
+
+
+class Recordings:
+    """Everything recorded for one step.
+
+    Args:
+        name: of the step, for reports.
+        function: the step; called with the slots' tensors by name.
+        buffers: its static inputs.
+        options: how it is captured; the backend is full or breakable.
+        recorder: where it is recorded.
+        pool: memory of the step's group.
+        variant: part of every key (P2).
+
+    Attributes:
+        ledger: what each captured bucket cost.
+        failures: why a bucket has no recording, by key.
+        present: slots that held a tensor at capture; None before one.
+        rows: for each output leaf, rows per unit of bucket size, or None for a leaf of fixed size.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        buffers: StaticBuffers,
+        options: Options,
+        *,
+        recorder: Recorder,
+        pool: Pool,
+        variant: str | None = None,
+    ) -> None:
+        self.name, self.variant = name, variant
+        self._function, self._buffers, self._options = function, buffers, options
+        self._recorder = recorder
+        self._backend = BACKENDS[options.backend](
+            recorder, pool, inline_breaks=options.inline_breaks, warmups=options.warmups
+        )
+        self.ledger: list[CaptureCost] = []
+        self.failures: dict[ShapeKey, str] = {}
+        self.present: frozenset[str] | None = None
+        self.rows: list[int | None] | None = None
+
+    def key(self, size: int) -> ShapeKey:
+        """The key of a bucket; the only place where one is made."""
+        return ShapeKey(size, self.variant)
+
+    def capture(self, buckets: Sequence[int], prepare: Prepare | None, absent: Sequence[str]) -> None:
+        """Records every bucket, largest first (P29); see ``Captured.capture``.
+
+        Raises:
+            CaptureError: with ``strict``, for the first bucket that fails.
+        """
+        self.present = frozenset(self._buffers.slots) - frozenset(absent)
+        self._buffers.reset()
+        with self._backend.capture_session():
+            for size in sorted(buckets, reverse=True):
+                error = self._capture_bucket(size, prepare)
+                if error is None:
+                    continue
+                self.failures[self.key(size)] = str(error)
+                if self._options.strict:
+                    raise error
+                warnings.warn(CaptureFailedWarning(f"{self.name}, bucket {size}: {error}"), stacklevel=4)
+                if not isinstance(error, CaptureMemoryError):  # the same function fails at every size
+                    self.failures = {self.key(rest): str(error) for rest in buckets} | self.failures
+                    break
+        self.rows = self._trim_rule()
+
+    def _capture_bucket(self, size: int, prepare: Prepare | None) -> CaptureError | None:
+        key, views = self.key(size), self._buffers.view(size, self.present)
+        if prepare is not None:
+            prepare(views)
+        step = self.step_over(views)
+        checked = self._options.self_check
+        try:
+            cost = self._backend.capture_one(
+                key, step, keep_alive=tuple(views.values()), after_warmup=self._options.after_warmup
+            )
+            if self._recorder.name == "tape" if checked is None else checked:
+                try:
+                    self_check(key, views, step, lambda: self._bare_replay(key), self._options.vary)
+                except CaptureError:
+                    self._backend.drop(key)
+                    raise
+        except CaptureError as error:
+            return error
+        self.failures.pop(key, None)
+        self.ledger = [line for line in self.ledger if line.key != key] + [cost]
+        return None
+
+    def step_over(self, views: Mapping[str, Tensor]) -> Callable[[], Any]:
+        """The step over a bucket's static inputs; slots without a tensor are None."""
+        missing = dict.fromkeys(self._buffers.slots.keys() - views.keys())
+        return lambda: self._function(**views, **missing)
+
+    def _bare_replay(self, key: ShapeKey) -> Any:
+        for step in self._backend.artifact(key).steps:
+            step.replay()
+        return self._backend.artifact(key).output.tree()
+
+    def _trim_rule(self) -> list[int | None] | None:
+        keys = self._backend.keys
+        if not keys:
+            return None
+        shapes = {key: _shapes(self._backend.artifact(key).output.leaves) for key in keys}
+        if len(keys) == 1 and keys[0].size > 1:  # one size cannot tell rows from coincidence: ask another
+            smaller = keys[0].size - 1
+            step = self.step_over(self._buffers.view(smaller, self.present))
+            shapes[self.key(smaller)] = _shapes(tree_flatten(self._recorder.shape_of(step))[0])
+        if len(shapes) == 1:
+            return [None] * len(next(iter(shapes.values())))  # a single bucket of one row is never padded
+        return rows_per_size(shapes)
+
+    def can_run(self, key: ShapeKey) -> bool:
+        """Whether ``key`` has a recording."""
+        return self._backend.can_run(key)
+
+    def replay(self, key: ShapeKey) -> Stored:
+        """Runs a recording over what the static buffers hold."""
+        return self._backend.replay(key)
+
+    def steps_of(self, size: int) -> tuple[Segment | BreakCall, ...]:
+        """The recorded segments and breaks of a bucket, in order of replay."""
+        return self._backend.artifact(self.key(size)).steps
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes with a recording, ascending."""
+        return sorted({key.size for key in self._backend.keys})
+
+    def close(self) -> None:
+        """Forgets every recording."""
+        self._backend.close()
+
+
+def _shapes(leaves: Sequence[Any]) -> list[tuple[int, ...] | None]:
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]

@@ -1,0 +1,39 @@
+"""Result records as tables: the columns that each bench is read by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cglab.lab.comparison import TAPE_NOTE
+from cglab.measure.record import Record
+
+_COLUMNS = {
+    "decode": ("step_ms", "ratio_to_eager", "busy_ms", "launches", "kernels", "gap_us", "floor_ms", "predicted_gain_ms",
+               "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
+    "recovery": ("operations", "tried", "failed", "ok"),
+    "parity": ("cases", "steps", "captured", "bitwise", "tokens_equal", "ok"),
+}  # fmt: skip
+
+
+def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One flat row a record, with the columns that its bench is read by."""
+    return [
+        {
+            "bench": r.bench, "model": r.model,
+            **{name: value for name, value in r.workload.items() if name in ("batch", "context", "bucket")},
+            "arm": r.arm, "parity": (r.parity or {}).get("verdict"),
+            **{column: r.metrics.get(column) for column in _COLUMNS.get(r.bench, tuple(r.metrics))},
+        }
+        for r in records
+    ]  # fmt: skip
+
+
+def format_table(records: Sequence[Record]) -> str:
+    """The records as a text table, and the sentence that CPU times need."""
+    import pandas
+
+    lines = [pandas.DataFrame(rows(records)).to_string(index=False, float_format=lambda v: f"{v:.4g}")]
+    if any(not r.shows_graph_times for r in records):
+        lines.append(TAPE_NOTE)
+    return "\n".join(lines)
