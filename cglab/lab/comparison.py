@@ -22,9 +22,7 @@ TAPE_NOTE = "CPU tape: the times show that it works; they are no graph speed-ups
 
 def title_of(technique: str, model: str, workload: Mapping[str, Any]) -> str:
     """A heading: what was run, of which model (a folder's name is enough), at which size."""
-    return (
-        f"One {technique} step of {Path(model).name}, batch {workload['batch']}, context {workload['context']}"
-    )
+    return f"One {technique} step of {Path(model).name}, batch {workload['batch']}, context {workload['context']}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,8 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a record."""
         return {
-            "technique": self.technique, "model": self.model, "workload": self.workload, "recorder": self.recorder, "note": self.note,
+            "technique": self.technique, "model": self.model, "workload": self.workload,
+            "recorder": self.recorder, "note": self.note,
             "times": self.times.as_dict(), "parity": {a: p.as_dict() for a, p in self.parity.items()},
             "coverage": {a: c.as_dict() for a, c in self.coverage.items()}, "memory": self.memory,
         }  # fmt: skip
@@ -141,7 +140,9 @@ class Profile:
     @property
     def title(self) -> str:
         """What was profiled, in one line."""
-        return title_of(self.technique, self.model, self.workload) + (f" ({self.recorded})" if self.recorded else "")
+        return title_of(self.technique, self.model, self.workload) + (
+            f" ({self.recorded})" if self.recorded else ""
+        )
 
     def as_frame(self) -> pandas.DataFrame:
         """One row an arm: launches, kernels, busy time, gaps."""

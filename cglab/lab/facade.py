@@ -15,13 +15,13 @@ from cglab.engine.requests import Generation
 from cglab.engine.workload import DecodeStep, steady_decode
 from cglab.errors import ClosedError, InputError, ToggleError
 from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
-from cglab.graphs.clocks import clock_for
+from cglab.graphs.clocks import clock_for, sample_seconds
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.profiles import save_profile, trace_path
-from cglab.lab.prompts import sample_prompts
+from cglab.lab.prompts import Prompts, encode, sample_prompts
 from cglab.lab.sweep import Sweep
 from cglab.lab.techniques import Captures, technique
 from cglab.measure.ab import interleave
@@ -97,26 +97,13 @@ class Lab:
             runner.capture()
         return self._runners[mode]
 
-    def encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of prompts that are text or token ids already.
 
         Raises:
             InputError: for text without a tokenizer, or a prompt of another kind.
         """
-        listed: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
-        result = []
-        for index, prompt in enumerate(listed):
-            if isinstance(prompt, str):
-                if self.tokenizer is None:
-                    raise InputError(f"{self.name} has no tokenizer: give prompts as lists of token ids")
-                result.append(self.tokenizer.encode(prompt))
-                continue
-            if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
-                raise InputError(
-                    f"prompt {index} is a {type(prompt).__name__}; give a string or a list of token ids"
-                )
-            result.append(list(prompt))
-        return result
+        return encode(prompts, self.tokenizer, self.name)
 
     def sample_prompts(self, count: int = 2) -> list[Any]:
         """Prompts that this model can take: code where it has a tokenizer, token ids otherwise."""
@@ -126,7 +113,7 @@ class Lab:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
         max_new_tokens: int | Sequence[int] = 64,
         *,
         stop_at_end: bool = True,
@@ -201,30 +188,18 @@ class Lab:
         )  # fmt: skip
 
     def sweep(
-        self,
-        name: str = "decode",
-        arms: Sequence[str] = ("eager", "full"),
-        *,
-        batches: Sequence[int] | None = None,
-        context: int | None = None,
-        instances: int = 3,
-        repeats: int = 5,
-    ) -> Sweep:
-        """``compare`` at several batch sizes; None takes every bucket."""
-        options: dict[str, Any] = {"context": context, "instances": instances, "repeats": repeats}
+        self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
+        batches: Sequence[int] | None = None, *, repeats: int = 5, **options: Any,
+    ) -> Sweep:  # fmt: skip
+        """``compare`` at several batch sizes, every bucket by default; ``options`` are those of ``compare``."""
+        sizes = batches or self.buckets
         return Sweep(
-            tuple(self.compare(name, arms, batch=batch, **options) for batch in batches or self.buckets)
+            tuple(self.compare(name, arms, batch=size, repeats=repeats, **options) for size in sizes)
         )
 
     def _timed(self, runner: DecodeRunner, step: DecodeStep) -> Callable[[], float]:
-        clock = clock_for(self.device, "wall")
-
-        def seconds() -> float:
-            with clock.region() as region:
-                runner.run(step.live, **step.inputs)
-            return region.seconds
-
-        return seconds
+        clock, run = clock_for(self.device, "wall"), partial(runner.run, step.live, **step.inputs)
+        return lambda: sample_seconds(run, clock, repeats=1, warmup=0)[0]
 
     def step_parity(self, mode: str, step: DecodeStep) -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1), tokens and logits."""
@@ -253,10 +228,7 @@ class Lab:
             batch: live requests of the step.
             context: tokens that each sees.
             steps: traced steps of each arm.
-            save: a folder to keep the Chrome traces in; ``recorded_profile`` reads them again, Perfetto opens them.
-
-        Raises:
-            ResultsError: if a trace cannot be kept.
+            save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
         """
         checked = [technique(name).check(arm) for arm in arms]
         batch, context = self._workload(batch, context)
@@ -264,8 +236,10 @@ class Lab:
         with steady_decode(self.engine, batch, context) as step:
             for arm in checked:
                 runner = self.runner(arm)
-                kept = None if save is None else trace_path(save, name, arm)
-                run = partial(runner.run, step.live, **step.inputs)
+                run, kept = (
+                    partial(runner.run, step.live, **step.inputs),
+                    save and trace_path(save, name, arm),
+                )
                 traces[arm] = profile(run, steps=steps, device=self.device, save=kept)
             made = Profile(name, self.name, self.describe(step), traces)
         if save is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cglab.lab.comparison import Comparison, title_of
+from cglab.lab.comparison import Comparison
 from cglab.lab.views import draw
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Sweep:
     def plot(self) -> Any:
         """Step time against batch size by arm, a plotly figure."""
         first = self.comparisons[0]
-        title = title_of(first.technique, first.model, {**first.workload, "batch": "size below"})
+        what = f"One {first.technique} step of {Path(first.model).name}"
+        title = f"{what} against batch size, context {first.workload['context']}"
         return draw("batch_sweep", self.as_frame(), title, first.note)
 
     def __str__(self) -> str:
