@@ -56,7 +56,7 @@ def progress_bar(total: int | None, title: str, unit: str = "step") -> Iterator[
     from tqdm import tqdm
 
     live = sys.stderr.isatty()
-    pace = {"leave": not live, "mininterval": 0.1 if live else 10.0}
+    pace = {"leave": not live, "mininterval": 0.1 if live else 2.0}
     # The delay keeps a refusal at once free of an empty bar.
     with tqdm(total=total, desc=title, unit=unit, delay=0.1, **pace) as bar:
         yield bar

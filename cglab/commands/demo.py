@@ -6,7 +6,6 @@ full disk at any moment leaves what an earlier run left.
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -37,8 +36,6 @@ def demo(options: Namespace) -> Outcome:
         InputError: for a bad setting or model, or a folder that cannot be written into; before anything runs.
         ResultsError: if a file cannot be written; earlier ones are untouched.
     """
-    # The profiler otherwise reports its own start and stop on standard error.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     settings.device()
     notebook = _start_notebook()
     folder = output_folder(options.out)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-import pandas as pd
 import plotly.graph_objects as go
 from jinja2 import Environment
 from plotly.offline import get_plotlyjs
 
 from cglab.commands.tour import CAPTURED, Tour
+from cglab.lab.sweep import Sweep
 from cglab.ui import plots
 from cglab.ui.style import GREY, colour, figure
 
@@ -84,7 +84,7 @@ def _sections(tour: Tour) -> list[Section]:
             "Times",
             "Each arm in turns on the same batch; median and 95 % interval.",
             tour.rows(),
-            plots.batch_sweep(_times(tour), "Step time by batch size", tour.note),
+            Sweep(tour.comparisons).plot(),
         ),
         Section(
             "What a bucket costs",
@@ -151,13 +151,6 @@ def _parity(tour: Tour) -> go.Figure:
     order = list(dict.fromkeys(f"{check.live} in {check.bucket}" for check in tour.checks))
     made.update_xaxes(title_text="live requests in bucket", type="category", categoryarray=order)
     return made.update_yaxes(title_text="arm", type="category", categoryarray=list(CAPTURED))
-
-
-def _times(tour: Tour) -> pd.DataFrame:
-    return pd.concat(
-        each.as_frame().assign(batch=each.workload["batch"], bucket=each.workload["bucket"])
-        for each in tour.comparisons
-    )
 
 
 def _machine(tour: Tour) -> list[Row]:

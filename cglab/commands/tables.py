@@ -52,7 +52,7 @@ def results(options: Namespace) -> Outcome:
 
 def published(_options: Namespace) -> Outcome:
     """Every table of the source documents."""
-    tables = list(load_published(settings.read_settings().data / "published").values())
+    tables = list(load_published().values())
     texts = []
     for table in tables:
         names = [column["name"] for column in table["columns"]]

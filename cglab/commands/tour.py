@@ -20,13 +20,7 @@ from cglab.measure.record import Record, make_record, new_run
 
 ARMS = ("eager", "full", "breakable")
 CAPTURED = ARMS[1:]
-PROMPTS = (
-    "import os\nimport sys\n",
-    "class Stack:\n    def push(self",
-    "def main(",
-    "try:\n    value = ",
-    "for name in",
-)
+PROMPTS = 5
 CONTEXT = 64
 GRAPH_NOTE = "Recorded with CUDA graphs; the arms took turns in one process."
 
@@ -183,10 +177,7 @@ def run_tour(lab: Lab, progress: Progress) -> Tour:
 
 def _generate(lab: Lab) -> Generation:
     """Requests that end at different steps, so that the batch shrinks through the buckets."""
-    prompts: Sequence[Any] = (
-        PROMPTS if lab.tokenizer is not None else [[7 * i + 1, i + 1, 3] for i in range(len(PROMPTS))]
-    )
-    prompts = prompts[: lab.buckets[-1]]
+    prompts = lab.sample_prompts(min(PROMPTS, lab.buckets[-1]))
     return lab.generate(prompts, [8 * (index + 1) for index in range(len(prompts))], stop_at_end=False)
 
 

@@ -70,7 +70,11 @@ def test_example_inputs_are_not_forced_on_a_function_without_arguments(ask, file
 @pytest.mark.parametrize(
     ("more", "name", "said"),
     [
-        ("", "reads", ["reads(x, scale=1.0)", "missing a required argument: 'x'", "define in", "example_inputs()"]),
+        (
+            "",
+            "reads",
+            ["reads(x, scale=1.0)", "missing a required argument: 'x'", "define in", "example_inputs()"],
+        ),
         ("def example_inputs():\n    return torch.ones(3)", "reads", ["gives a Tensor", "a tuple", "a dict"]),
         ("def example_inputs():\n    return {'y': 1}", "reads", ["cannot be called", "must fit it"]),
         ("", "raeds", ["no function 'raeds'", "careful, fails, reads"]),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import cglab.commands.measuring as measuring
+from cglab.commands import measuring
 from cglab.lab.benches import Bench
 from cglab.lab.oracles import TechniqueParity
 from cglab.lab.plants import PLANTS
@@ -17,7 +17,12 @@ def fake_bench(verdict="bitwise"):
         progress("one stage")
         return [
             make_record(
-                bench="fake", arm="full", device=device, run=new_run(), metrics={"quick": quick}, parity={"verdict": verdict}
+                bench="fake",
+                arm="full",
+                device=device,
+                run=new_run(),
+                metrics={"quick": quick},
+                parity={"verdict": verdict},
             )
         ]
 
@@ -50,7 +55,9 @@ def test_a_planted_fault_is_caught_by_one_command(ask, plant):
 
 
 def test_a_fault_that_nobody_sees_is_said(ask, monkeypatch):
-    monkeypatch.setattr(measuring, "check_technique", lambda name, cases, **_: TechniqueParity(name, cases, captured=1))
+    monkeypatch.setattr(
+        measuring, "check_technique", lambda name, cases, **_: TechniqueParity(name, cases, captured=1)
+    )
     status, out, _ = ask("parity", "--technique", "decode", "--plant", "stale-tail")
     assert status == 0
     assert "NOT caught" in out

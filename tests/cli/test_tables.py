@@ -17,7 +17,8 @@ def data(root, tmp_path, monkeypatch):
     """A data folder with the shipped tables and no results of its own."""
     folder = tmp_path / "data"
     folder.mkdir()
-    (folder / "published").symlink_to(root / "data" / "published")
+    for shipped in ("published", "claims.toml"):
+        (folder / shipped).symlink_to(root / "data" / shipped)
     monkeypatch.setenv("CGLAB_DATA", str(folder))
     return folder
 
@@ -35,7 +36,11 @@ def test_all_ten_techniques_are_listed_and_what_is_not_built_says_so(ask_json):
         assert row.keys() >= KEYS
         assert row["name"] == row["toggle"] and row["default"] in row["values"]
         if row["available"]:
-            assert row["module"].startswith("cglab.") and row["notebook"].endswith(".ipynb") and row["reason"] is None
+            assert (
+                row["module"].startswith("cglab.")
+                and row["notebook"].endswith(".ipynb")
+                and row["reason"] is None
+            )
         else:
             assert (row["module"], row["notebook"], row["reason"]) == (None, None, "not in this version")
 
@@ -92,7 +97,12 @@ def test_an_unmet_claim_is_status_1(ask, ask_json, data, monkeypatch, step_ms, s
     (data / "results").mkdir()
     (data / "results" / "gpu.jsonl").write_text(json.dumps(made) + "\n")
     status, (found,) = ask_json("results", "--claims")
-    assert (status, found["status"], found["value"], found["runs"]) == (exit_status, state, step_ms, [made["id"]])
+    assert (status, found["status"], found["value"], found["runs"]) == (
+        exit_status,
+        state,
+        step_ms,
+        [made["id"]],
+    )
     status, out, _ = ask("results", "--claims")
     assert status == exit_status
     assert f"G1 {state}, by this code" in out and f"{step_ms:.4g}, wanted <= 1.3" in out
