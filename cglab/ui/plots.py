@@ -34,6 +34,9 @@ __all__ = [
 PATTERNS = ("", "/", "x", ".", "-", "+")
 """Fillings of the reasons for eager steps, so that they need no colour."""
 
+FACTS = ["bucket", "parity", "captured", "reasons"]
+"""What hovering over a point of a sweep says beside its time."""
+
 
 def comparison(result: Comparison) -> go.Figure:
     """Median step time of each arm with its 95 % interval; parity and coverage beside the name."""
@@ -80,7 +83,7 @@ def batch_sweep(frame: pandas.DataFrame, title: str, note: str = "") -> go.Figur
                     "line": {"width": 2, "color": colour(str(arm))}},
             error_y={"array": (rows["high_ms"] - rows["median_ms"]).tolist(), "thickness": 1, "width": 3,
                      "arrayminus": (rows["median_ms"] - rows["low_ms"]).tolist()},
-            customdata=rows[["bucket", "parity", "captured", "reasons"]].fillna("none").astype(str).to_numpy().tolist(),
+            customdata=rows[FACTS].astype(object).fillna("none").to_numpy().tolist(),
             hovertemplate="batch %{x}, bucket %{customdata[0]}: %{y:.4g} ms<br>parity %{customdata[1]}, captured "
             "%{customdata[2]} %{customdata[3]}",
         )  # fmt: skip
