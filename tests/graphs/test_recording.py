@@ -19,7 +19,7 @@ from cglab.errors import (
 )  # fmt: skip
 from cglab.graphs.options import CaptureFailedWarning
 from cglab.graphs.out_forms import out_form, same_bits
-from cglab.graphs.recorder import recorder_for
+from cglab.graphs.recorders import recorder_for
 from cglab.graphs.tape import TapeRecorder
 from cglab.graphs.writes import WriteJournal
 
