@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cglab.graphs.coverage import Coverage
 from cglab.lab.views import draw
 from cglab.measure.ab import ABResult
 from cglab.measure.parity import Parity
+from cglab.measure.prediction import outcome, predict_gain
 from cglab.measure.trace import Trace
 
 if TYPE_CHECKING:
     import pandas
 
-TAPE_NOTE = "Recorded on the CPU tape: times show that it works, not what a CUDA graph gains."
+TAPE_NOTE = "CPU tape: the times show that it works; they are no graph speed-ups."
+
+
+def title_of(technique: str, model: str, workload: Mapping[str, Any]) -> str:
+    """A heading: what was run, of which model (a folder's name is enough), at which size."""
+    return f"One {technique} step of {Path(model).name}, batch {workload['batch']}, context {workload['context']}"
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class Comparison:
 
     Attributes:
         technique: the toggle.
+        model: name or folder.
         workload: batch, context and bucket of the step.
         recorder: ``cuda`` or ``tape``.
         times: seconds of a step, by arm.
@@ -32,12 +41,18 @@ class Comparison:
     """
 
     technique: str
+    model: str
     workload: dict[str, Any]
     recorder: str
     times: ABResult
     parity: dict[str, Parity]
     coverage: dict[str, Coverage]
     memory: dict[str, list[dict[str, Any]]]
+
+    @property
+    def title(self) -> str:
+        """What was compared, in one line."""
+        return title_of(self.technique, self.model, self.workload)
 
     @property
     def note(self) -> str:
@@ -62,10 +77,38 @@ class Comparison:
         """Median step time of each arm with its interval, a plotly figure."""
         return draw("comparison", self)
 
+    def coverage_frame(self) -> pandas.DataFrame:
+        """One row an arm: steps, captured, eager, and eager steps by reason."""
+        import pandas
+
+        reasons = dict.fromkeys(reason for c in self.coverage.values() for reason in c.reasons)
+        return pandas.DataFrame(
+            {
+                "arm": arm, "steps": c.steps, "captured": c.captured, "eager": c.eager,
+                **{reason.lower(): c.reasons.get(reason, 0) for reason in reasons},
+            }
+            for arm, c in self.coverage.items()
+        )  # fmt: skip
+
+    def plot_coverage(self) -> Any:
+        """Captured and eager steps of each arm, with reasons, a plotly figure."""
+        return draw("coverage", self.coverage)
+
+    def bucket_frame(self) -> pandas.DataFrame:
+        """One row a bucket and arm: milliseconds and bytes that it costs."""
+        import pandas
+
+        return pandas.DataFrame([{"arm": arm, **row} for arm, rows in self.memory.items() for row in rows])
+
+    def plot_buckets(self) -> Any:
+        """Time and memory that each bucket costs, a plotly figure."""
+        return draw("bucket_cost", self.memory)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a record."""
         return {
-            "technique": self.technique, "workload": self.workload, "recorder": self.recorder, "note": self.note,
+            "technique": self.technique, "model": self.model, "workload": self.workload,
+            "recorder": self.recorder, "note": self.note,
             "times": self.times.as_dict(), "parity": {a: p.as_dict() for a, p in self.parity.items()},
             "coverage": {a: c.as_dict() for a, c in self.coverage.items()}, "memory": self.memory,
         }  # fmt: skip
@@ -82,13 +125,24 @@ class Profile:
 
     Attributes:
         technique: the toggle.
+        model: name or folder.
         workload: batch, context and bucket.
         traces: by arm.
+        recorded: device and day of a profile that was loaded; None for one made here.
     """
 
     technique: str
+    model: str
     workload: dict[str, Any]
     traces: dict[str, Trace]
+    recorded: str | None = None
+
+    @property
+    def title(self) -> str:
+        """What was profiled, in one line."""
+        return title_of(self.technique, self.model, self.workload) + (
+            f" ({self.recorded})" if self.recorded else ""
+        )
 
     def as_frame(self) -> pandas.DataFrame:
         """One row an arm: launches, kernels, busy time, gaps."""
@@ -96,6 +150,33 @@ class Profile:
 
         return pandas.DataFrame([{"arm": arm, **trace.as_dict()} for arm, trace in self.traces.items()])
 
-    def timeline(self) -> Any:
-        """The arms above each other on one time axis, a plotly figure."""
-        return draw("timeline", self)
+    def bars(self) -> pandas.DataFrame:
+        """One row an event of the last step of each arm: what the timeline draws."""
+        import pandas
+
+        rows = [
+            {"arm": arm, **row} for arm, trace in self.traces.items() for row in trace.rows(trace.steps - 1)
+        ]
+        return pandas.DataFrame(rows)
+
+    def timeline(self, window_us: tuple[float, float] | None = None) -> Any:
+        """The arms above each other on one time axis, a plotly figure.
+
+        Args:
+            window_us: the part of the step to show, in microseconds from its start.
+        """
+        return draw("timeline", self, window_us=window_us)
+
+    def explain(self, comparison: Comparison) -> str:
+        """What the eager trace predicts that a graph wins, and what each captured arm gained.
+
+        Args:
+            comparison: times of the same step, unprofiled, with the same first arm.
+        """
+        base, *others = self.traces
+        if not self.traces[base].reliable:
+            return f"no prediction: the trace has {self.traces[base].unreliable}; profile the step on a CUDA device"
+        walls = {arm: (comparison.times[arm].median or 0.0) * 1e6 for arm in self.traces}
+        prediction = predict_gain(self.traces[base], wall_us=walls[base])
+        gains = [f"{arm}: {outcome(prediction, walls[arm], self.traces[arm])}" for arm in others]
+        return "\n".join([str(prediction), *gains])

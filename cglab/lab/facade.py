@@ -15,11 +15,14 @@ from cglab.engine.requests import Generation
 from cglab.engine.workload import DecodeStep, steady_decode
 from cglab.errors import ClosedError, InputError, ToggleError
 from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
-from cglab.graphs.clocks import clock_for
+from cglab.graphs.clocks import clock_for, sample_seconds
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
 from cglab.lab.comparison import Comparison, Profile
+from cglab.lab.profiles import save_profile, trace_path
+from cglab.lab.prompts import Prompts, encode, sample_prompts
+from cglab.lab.sweep import Sweep
 from cglab.lab.techniques import Captures, technique
 from cglab.measure.ab import interleave
 from cglab.measure.memory import Memory, memory_now
@@ -94,30 +97,22 @@ class Lab:
             runner.capture()
         return self._runners[mode]
 
-    def encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of prompts that are text or token ids already.
 
         Raises:
             InputError: for text without a tokenizer, or a prompt of another kind.
         """
-        listed: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
-        result = []
-        for index, prompt in enumerate(listed):
-            if isinstance(prompt, str):
-                if self.tokenizer is None:
-                    raise InputError(f"{self.name} has no tokenizer: give prompts as lists of token ids")
-                result.append(self.tokenizer.encode(prompt))
-                continue
-            if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
-                raise InputError(
-                    f"prompt {index} is a {type(prompt).__name__}; give a string or a list of token ids"
-                )
-            result.append(list(prompt))
-        return result
+        return encode(prompts, self.tokenizer, self.name)
+
+    def sample_prompts(self, count: int = 2) -> list[Any]:
+        """Prompts that this model can take: code where it has a tokenizer, token ids otherwise."""
+        has_text = self.tokenizer is not None
+        return sample_prompts(count, vocabulary=self.config.vocab_size, has_text=has_text)
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
         max_new_tokens: int | Sequence[int] = 64,
         *,
         stop_at_end: bool = True,
@@ -138,6 +133,7 @@ class Lab:
         return self.engine.generate(self.encode(prompts), max_new_tokens, runner, stops=stops, decode=decode)
 
     def _workload(self, batch: int | None, context: int | None) -> tuple[int, int]:
+        self._require_open()
         return batch or min(4, self.buckets[-1]), context or min(128, self.max_context)
 
     def describe(self, step: DecodeStep) -> dict[str, Any]:
@@ -183,27 +179,32 @@ class Lab:
             )
             workload = self.describe(step)
         return Comparison(
-            name, workload, self.group.recorder.name, times, parity,
+            name, self.name, workload, self.group.recorder.name, times, parity,
             {arm: runner.coverage() - before[arm] for arm, runner in runners.items()},
             {arm: runner.captured.memory() for arm, runner in runners.items()},
         )  # fmt: skip
 
+    def sweep(
+        self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
+        batches: Sequence[int] | None = None, **options: Any,
+    ) -> Sweep:  # fmt: skip
+        """``compare`` at several batch sizes, every bucket by default; ``options`` are those of ``compare``."""
+        sizes = batches or self.buckets
+        return Sweep(tuple(self.compare(name, arms, batch=size, **options) for size in sizes))
+
     def _timed(self, runner: DecodeRunner, step: DecodeStep) -> Callable[[], float]:
-        clock = clock_for(self.device, "wall")
-
-        def seconds() -> float:
-            with clock.region() as region:
-                runner.run(step.live, **step.inputs)
-            return region.seconds
-
-        return seconds
+        clock, run = clock_for(self.device, "wall"), partial(runner.run, step.live, **step.inputs)
+        return lambda: sample_seconds(run, clock, repeats=1, warmup=0)[0]
 
     def step_parity(self, mode: str, step: DecodeStep) -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1), tokens and logits."""
         runner = self.runner(mode)
         tokens, logits = (t.clone() for t in runner.run(step.live, **step.inputs))
-        size = next((s for s in runner.captured.captured_sizes if s >= step.live), step.live)
-        want_tokens, want_logits = runner.run_padded_eager(step.live, size, **step.inputs)
+        size = runner.captured.pad(step.live)
+        if size in runner.captured.captured_sizes:
+            want_tokens, want_logits = runner.run_padded_eager(step.live, size, **step.inputs)
+        else:  # it ran eager, at its live size
+            want_tokens, want_logits = runner.run_live_eager(step.live, **step.inputs)
         same_ids = compare_tokens(tokens.unsqueeze(-1).tolist(), want_tokens.unsqueeze(-1).tolist())
         return worst([compare_logits(logits, want_logits), same_ids])
 
@@ -215,6 +216,7 @@ class Lab:
         batch: int | None = None,
         context: int | None = None,
         steps: int = 3,
+        save: str | Path | None = None,
     ) -> Profile:
         """Traces a few steps of each arm; never used for times.
 
@@ -224,6 +226,7 @@ class Lab:
             batch: live requests of the step.
             context: tokens that each sees.
             steps: traced steps of each arm.
+            save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
         """
         checked = [technique(name).check(arm) for arm in arms]
         batch, context = self._workload(batch, context)
@@ -231,11 +234,15 @@ class Lab:
         with steady_decode(self.engine, batch, context) as step:
             for arm in checked:
                 runner = self.runner(arm)
-                traces[arm] = profile(
-                    partial(runner.run, step.live, **step.inputs), steps=steps, device=self.device
+                run, kept = (
+                    partial(runner.run, step.live, **step.inputs),
+                    save and trace_path(save, name, arm),
                 )
-            workload = self.describe(step)
-        return Profile(name, workload, traces)
+                traces[arm] = profile(run, steps=steps, device=self.device, save=kept)
+            made = Profile(name, self.name, self.describe(step), traces)
+        if save is not None:
+            save_profile(made, save, self.device)
+        return made
 
     def coverage(self) -> dict[str, Coverage]:
         """Captured and eager steps since the lab was opened, by mode, with reasons."""

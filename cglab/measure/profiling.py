@@ -23,6 +23,9 @@ from cglab.measure.trace_file import load_trace
 STEP = "cglab.step"
 """Name of the annotation around each profiled step."""
 
+QUIET = "6"
+"""Kineto's level above all of its own: by default it tells standard error when it starts and stops."""
+
 
 def profile(
     function: Callable[[], object],
@@ -52,6 +55,7 @@ def profile(
     """
     if steps < 1:
         raise InputError(f"steps={steps}: profile at least one step")
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     clock = clock_for(device)
     on_gpu = clock.device.type == "cuda"
     for _ in range(warmup):

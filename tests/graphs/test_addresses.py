@@ -130,7 +130,9 @@ def test_b35_many_moved_tensors_are_counted(device, model):
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
         model.scale = model.scale.clone()
-        with pytest.raises(AddressError, match=r"moved: model\.scale, model\.fc\.weight, model\.fc\.bias\. Copy"):
+        with pytest.raises(
+            AddressError, match=r"moved: model\.scale, model\.fc\.weight, model\.fc\.bias\. Copy"
+        ):
             captured(x=torch.ones(2, 3, device=device))
 
 
@@ -169,7 +171,9 @@ def test_b22_a_tensor_that_nothing_else_holds_is_held_by_the_recording(device):
         outer_box.table = None
         gc.collect()
         noise = [torch.full((2, 3), float("nan"), device=device) for _ in range(50)]
-        assert torch.equal(captured(x=torch.zeros(2, 3, device=device)), torch.full((2, 3), 5.0, device=device))
+        assert torch.equal(
+            captured(x=torch.zeros(2, 3, device=device)), torch.full((2, 3), 5.0, device=device)
+        )
         del noise
 
 
@@ -203,7 +207,9 @@ def test_b42_a_plan_is_made_again_outside_before_each_replay_into_the_same_memor
     lengths = torch.tensor([2, 3], device=device)
     slots = {"lengths": cglab.Slot(pad=1)}
     prepare(lengths)
-    with cglab.capture(step, slots=slots, buckets=(2,), watch={"plan.index": lambda: plan["index"]}, clone=True) as captured:
+    with cglab.capture(
+        step, slots=slots, buckets=(2,), watch={"plan.index": lambda: plan["index"]}, clone=True
+    ) as captured:
         for pair in ([2, 3], [5, 1], [4, 4]):
             lengths = torch.tensor(pair, device=device)
             prepare(lengths)
@@ -220,7 +226,10 @@ def test_b43_a_moving_window_is_data_in_a_slot_and_not_an_address(device):
     def by_data(x, start):
         return x + ring.index_select(0, (start + span) % 16)
 
-    slots = {"x": cglab.Slot(shape=(-1, 4), pad=0.0), "start": cglab.Slot(shape=(1,), dtype=torch.int64, axis=None)}
+    slots = {
+        "x": cglab.Slot(shape=(-1, 4), pad=0.0),
+        "start": cglab.Slot(shape=(1,), dtype=torch.int64, axis=None),
+    }
     with cglab.capture(by_data, slots=slots, buckets=(2,), clone=True, strict=True) as captured:
         for start in (0, 6, 14, 3):  # past the wrap point and back
             got = captured(x=torch.zeros(2, 4, device=device), start=torch.tensor([start], device=device))

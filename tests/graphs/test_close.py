@@ -50,7 +50,9 @@ def test_n03_close_gives_back_tensors_pool_and_function(device, backend):
         return step(x) + held[0, 0]
 
     watched.append(weakref.ref(function))
-    captured = cglab.capture(function, slots=X, buckets=(1, 2, 4), backend=backend, inline_breaks=backend == "full", strict=True)
+    captured = cglab.capture(
+        function, slots=X, buckets=(1, 2, 4), backend=backend, inline_breaks=backend == "full", strict=True
+    )
     x = torch.ones(4, 4, device=device)
     captured(x=x)
     pool = captured._captured._pool
@@ -71,7 +73,9 @@ def test_n03_close_gives_back_tensors_pool_and_function(device, backend):
 @pytest.mark.parametrize("backend", ["full", "breakable"])
 def test_n02_made_again_five_times_under_one_name_nothing_grows(device, backend):
     def cell():
-        captured = cglab.capture(step, slots=X, buckets=(1, 2, 4), backend=backend, inline_breaks=backend == "full")
+        captured = cglab.capture(
+            step, slots=X, buckets=(1, 2, 4), backend=backend, inline_breaks=backend == "full"
+        )
         captured(x=torch.ones(3, 4, device=device))
         captured.close()
 

@@ -41,7 +41,9 @@ def test_a_planted_hazard_is_found_at_its_line(tmp_path, name):
     line, kind = PLANTED[name]
     step, file, number = write(tmp_path, line)
     report = cglab.doctor(step, x=torch.ones(2, 2))
-    assert [(f.kind, f.place.file, f.place.line, f.place.code) for f in report.findings] == [(kind, file, number, line)]
+    assert [(f.kind, f.place.file, f.place.line, f.place.code) for f in report.findings] == [
+        (kind, file, number, line)
+    ]
     assert not report.healthy
     assert report.findings[0].advice and report.findings[0].effect
     assert f"{file}:{number}" in str(report) and "next step" in str(report)
@@ -76,7 +78,11 @@ def test_one_run_finds_them_all_in_order(tmp_path):
         return a + b + c
 
     report = cglab.doctor(step, x=torch.ones(2, 2))
-    assert [finding.kind for finding in report.findings] == ["DynamicShapeError", "HostReadError", "NewInputError"]
+    assert [finding.kind for finding in report.findings] == [
+        "DynamicShapeError",
+        "HostReadError",
+        "NewInputError",
+    ]
     assert [str(report).count(f"{i}. ") for i in (1, 2, 3)] == [1, 1, 1]
 
 
@@ -97,7 +103,9 @@ def test_a_hazard_in_a_loop_is_told_once():
 
 CLEAN = {
     "linear": lambda x: torch.nn.functional.linear(x, torch.ones(2, 2)),
-    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(
+        x[None, None], x[None, None], x[None, None]
+    ),
     "where": lambda x: torch.where(x > 0, x, -x),
     "index": lambda x: x[torch.arange(2)],
     "put": lambda x: torch.zeros(4, 2).index_copy_(0, torch.arange(2), x),

@@ -133,7 +133,9 @@ def seed(device, value):
 def check(device, backend, padding, names, sizes, data_seed):
     zoo = Zoo(device)
     function = program(zoo, names)
-    options = Options(backend=backend, padding=padding, strict=True, clone=True, inline_breaks=backend == "full")
+    options = Options(
+        backend=backend, padding=padding, strict=True, clone=True, inline_breaks=backend == "full"
+    )
     generator = torch.Generator().manual_seed(data_seed)
     with Captured("zoo", function, SLOTS, BUCKETS, device, options) as captured:
         start = zoo.cache.clone()
@@ -226,7 +228,10 @@ def test_bfloat16_is_bitwise_too(device, backend):
 @backends
 def test_poison_in_open_tails_reaches_no_live_row(device, backend):
     """Oracle 3 at this level: what a policy leaves open may hold anything."""
-    slots = {"x": Slot((-1, WIDTH), torch.float32, pad=cglab.Padding.HEAD), "slot": Slot((-1,), torch.int64, pad=0)}
+    slots = {
+        "x": Slot((-1, WIDTH), torch.float32, pad=cglab.Padding.HEAD),
+        "slot": Slot((-1,), torch.int64, pad=0),
+    }
     cache = torch.zeros(ROOM, WIDTH, device=device)
 
     def step(x, slot):
@@ -238,7 +243,10 @@ def test_poison_in_open_tails_reaches_no_live_row(device, backend):
     with Captured("poison", step, slots, (8,), device, options) as captured:
         captured.capture()
         for rows in (8, 5, 1):
-            values = {"x": torch.randn(rows, WIDTH, device=device), "slot": torch.arange(1, rows + 1, device=device)}
+            values = {
+                "x": torch.randn(rows, WIDTH, device=device),
+                "slot": torch.arange(1, rows + 1, device=device),
+            }
             clean, kept = captured(**values), cache.clone()
             captured.load(values, rows, 8)
             poisoned = captured.buffers.poison(rows, 8)

@@ -1,0 +1,188 @@
+"""The views: each takes a result and returns a plotly figure. Every result also has the same facts as a table.
+
+Bars start at zero, axes name their unit, and a figure that holds times of the CPU tape says in its heading that
+these are no times of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import plotly.graph_objects as go
+
+from cglab.graphs.coverage import Coverage
+from cglab.lab.comparison import Comparison
+from cglab.lab.recorded import Recorded
+from cglab.ui.style import GREY, INK, colour, empty, faded, figure, register_template, summary
+from cglab.ui.timeline import timeline
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = [
+    "batch_sweep",
+    "bucket_cost",
+    "comparison",
+    "coverage",
+    "recorded_decode",
+    "register_template",
+    "summary",
+    "timeline",
+]
+
+PATTERNS = ("", "/", "x", ".", "-", "+")
+"""Fillings of the reasons for eager steps, so that they need no colour."""
+
+FACTS = ["bucket", "parity", "captured", "reasons"]
+"""What hovering over a point of a sweep says beside its time."""
+
+
+def comparison(result: Comparison) -> go.Figure:
+    """Median step time of each arm with its 95 % interval; parity and coverage beside the name."""
+    arms = [
+        (arm.name, arm, arm.median * 1e3, arm.interval.low * 1e3, arm.interval.high * 1e3)
+        for arm in result.times.arms
+        if arm.median is not None and arm.interval is not None
+    ]
+    note = result.note or "Median and 95 % interval; arms measured in turns"
+    made = figure(result.title, note, height=150 + 70 * len(arms))
+    for name, arm, median, low, high in arms:
+        counts = result.coverage[name]
+        parity = f"{result.parity[name].verdict}, " if name in result.parity else ""
+        label = f"<b>{name}</b><br>{parity}{counts.captured} of {counts.steps} captured"
+        made.add_bar(
+            x=[median], y=[label], orientation="h", name=name, marker={"color": colour(name)},
+            error_x={"array": [high - median], "arrayminus": [median - low], "color": INK, "thickness": 1.2},
+            hovertemplate=f"{name}: {median:.4g} ms<br>95 % interval {low:.4g} to {high:.4g} ms<extra></extra>",
+        )  # fmt: skip
+        ratio = "" if arm.ratio is None else f", x{arm.ratio:.2f}: {arm.verdict}"
+        text = f"{median:.3g} ms{ratio}"
+        made.add_annotation(x=high, y=label, text=text, showarrow=False, xanchor="left", xshift=8)
+    top = max((high for *_, high in arms), default=1.0)
+    made.update_xaxes(title_text="step time (ms)", range=[0, top * 1.45])
+    made.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    return made.update_layout(showlegend=False, margin_b=48)
+
+
+def batch_sweep(frame: pandas.DataFrame, title: str, note: str = "") -> go.Figure:
+    """Step time against batch size, one line an arm; a hollow point is a step of a captured arm that ran eager.
+
+    Args:
+        frame: ``Sweep.as_frame()``.
+        title: of the figure.
+        note: how far it may be trusted.
+    """
+    made = figure(title, note, height=400)
+    for arm, rows in frame.groupby("arm", sort=False):
+        eager = rows["captured"].str.startswith("0/") & (arm not in ("eager", "off"))
+        made.add_scatter(
+            x=rows["batch"].tolist(), y=rows["median_ms"].tolist(), name=str(arm), mode="lines+markers",
+            line={"color": colour(str(arm)), "width": 2},
+            marker={"size": 9, "color": ["#FFFFFF" if hollow else colour(str(arm)) for hollow in eager],
+                    "line": {"width": 2, "color": colour(str(arm))}},
+            error_y={"array": (rows["high_ms"] - rows["median_ms"]).tolist(), "thickness": 1, "width": 3,
+                     "arrayminus": (rows["median_ms"] - rows["low_ms"]).tolist()},
+            customdata=rows[FACTS].astype(object).fillna("none").to_numpy().tolist(),
+            hovertemplate="batch %{x}, bucket %{customdata[0]}: %{y:.4g} ms<br>parity %{customdata[1]}, captured "
+            "%{customdata[2]} %{customdata[3]}",
+        )  # fmt: skip
+    sizes = sorted(set(frame["batch"].tolist()))
+    wide = bool(sizes) and sizes[-1] >= 16 * sizes[0]
+    made.update_xaxes(title_text="batch size (requests)", tickvals=sizes, type="log" if wide else "linear")
+    made.update_yaxes(title_text="step time (ms)", rangemode="tozero")
+    return made
+
+
+def bucket_cost(memory: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
+    """What each bucket costs: milliseconds to warm up and capture, and memory that it adds.
+
+    Args:
+        memory: rows of the bucket ledger, by arm; arms without a row are left out.
+    """
+    # The ledger is in the order of capture, largest first.
+    arms = {arm: list(reversed(rows)) for arm, rows in memory.items() if rows}
+    if not arms:
+        return empty("Cost of the buckets", "Nothing was captured, so nothing was paid")
+    note = "Captured largest first, in one pool. Pale: warm-up on the left, outside the pool on the right"
+    made = figure("Cost of each bucket", note, height=400, barmode="stack")
+    made.set_subplots(1, 2, horizontal_spacing=0.12)
+    parts = (
+        (1, "ms", "warm-up", 0.45, lambda row: row["warmup_ms"]),
+        (1, "ms", "capture", 1.0, lambda row: row["capture_ms"]),
+        (2, "MB", "pool", 1.0, lambda row: row["pool_bytes"] / 1e6),
+        (2, "MB", "outside the pool", 0.45, lambda row: row["device_bytes"] / 1e6),
+    )
+    for arm, rows in arms.items():
+        for column, unit, part, opacity, value in parts:
+            made.add_bar(
+                x=[row["bucket"] for row in rows], y=[round(value(row), 3) for row in rows], row=1, col=column,
+                name=arm if part == "capture" else f"{arm}: {part}", showlegend=part == "capture",
+                offsetgroup=arm, marker={"color": faded(colour(arm), opacity)},
+                hovertemplate=f"{arm}, bucket %{{x}}<br>{part} %{{y:.4g}} {unit}<extra></extra>",
+            )  # fmt: skip
+    made.update_xaxes(title_text="bucket (requests)", type="category")
+    made.update_yaxes(title_text="time (ms)", rangemode="tozero", col=1)
+    made.update_yaxes(title_text="memory added (MB)", rangemode="tozero", col=2)
+    return made
+
+
+def coverage(by_arm: Mapping[str, Coverage]) -> go.Figure:
+    """Steps of each arm: replayed in the arm's colour, eager in grey by reason."""
+    arms = list(by_arm)
+    made = figure(
+        "Steps that ran captured, and why the rest did not", "Colour: replayed. Grey: eager, by reason",
+        height=190 + 46 * len(arms), barmode="stack",
+    )  # fmt: skip
+    for arm in arms:
+        made.add_bar(
+            x=[by_arm[arm].captured], y=[arm], orientation="h", name=f"captured: {arm}", marker={"color": colour(arm)},
+            hovertemplate="%{x} steps captured<extra></extra>", showlegend=False,
+        )  # fmt: skip
+    reasons = list(dict.fromkeys(reason for arm in arms for reason in by_arm[arm].reasons))
+    for index, reason in enumerate(reasons):
+        made.add_bar(
+            x=[by_arm[arm].reasons.get(reason, 0) for arm in arms], y=arms, orientation="h",
+            name="eager: " + reason.lower().replace("_", " "),
+            marker={"color": GREY, "pattern": {"shape": PATTERNS[index % len(PATTERNS)], "fgcolor": "#FFFFFF"}},
+            customdata=[by_arm[arm].last_facts.get(reason, "") for arm in arms],
+            hovertemplate="%{x} steps eager: " + reason.lower() + "<br>%{customdata}<extra></extra>",
+        )  # fmt: skip
+    made.update_xaxes(title_text="steps", rangemode="tozero")
+    made.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    return made
+
+
+def recorded_decode(recorded: Recorded) -> go.Figure:
+    """Recorded decode steps, one panel a model: step time by batch size and arm, with the floor as a line."""
+    frame = recorded.as_frame()
+    if frame.empty:
+        return empty("Decode step on a GPU: not recorded yet", str(recorded))
+    models = list(dict.fromkeys(frame["model"]))
+    made = figure(f"Decode step on {recorded.device}", f"{recorded.note}", height=420, barmode="group")
+    made.set_subplots(1, len(models), subplot_titles=models, horizontal_spacing=0.08)
+    shown: set[str] = set()
+    for column, model in enumerate(models, 1):
+        panel = frame[frame["model"] == model].sort_values("batch", kind="stable")
+        for arm in dict.fromkeys(frame["arm"]):
+            rows = panel[panel["arm"] == arm]
+            made.add_bar(
+                x=rows["batch"].astype(str).tolist(), y=rows["step_ms"].tolist(), row=1, col=column, name=arm,
+                legendgroup=arm, showlegend=arm not in shown, marker={"color": colour(arm)},
+                text=[f"{value:.3g}" for value in rows["step_ms"]], textposition="outside", cliponaxis=False,
+                customdata=rows["parity"].fillna("reference").tolist(),
+                hovertemplate=f"{model}, {arm}, batch %{{x}}: %{{y:.4g}} ms<br>parity %{{customdata}}<extra></extra>",
+            )  # fmt: skip
+            shown.add(arm)
+        if "floor_ms" in panel and panel["floor_ms"].notna().any():
+            floor = panel.dropna(subset=["floor_ms"]).groupby("batch")["floor_ms"].min()
+            made.add_scatter(
+                x=[str(batch) for batch in floor.index], y=floor.tolist(), row=1, col=column, mode="markers",
+                name="floor", legendgroup="floor", showlegend="floor" not in shown,
+                marker={"symbol": "line-ew", "size": 46, "line": {"width": 2, "color": INK}},
+                hovertemplate="floor %{y:.4g} ms<extra></extra>",
+            )  # fmt: skip
+            shown.add("floor")
+    made.update_xaxes(title_text="batch size (requests)", type="category")
+    made.update_yaxes(rangemode="tozero")
+    return made.update_yaxes(title_text="step time (ms)", col=1)
