@@ -38,7 +38,9 @@ def bench(device):
 
     def make(backend="full", *, rows=9, pages=33, buckets=(1, 2, 4, 8), **options):
         model = random_model(CONFIG, device=device, dtype=torch.float32, seed=3)
-        kv = PagedKV(CONFIG, pages=pages, page_size=4, rows=rows, max_context=32, device=device, dtype=torch.float32)
+        kv = PagedKV(
+            CONFIG, pages=pages, page_size=4, rows=rows, max_context=32, device=device, dtype=torch.float32
+        )
         group = GraphGroup(device)
         runner = DecodeRunner(model, kv, group, buckets, Options(backend=backend, strict=True, **options))
         made.append((runner, group))
@@ -67,7 +69,9 @@ def test_every_arm_generates_what_recomputing_from_scratch_does(bench, backend):
     result = engine.generate(PROMPTS, [9, 4, 12, 1, 7], runner)
     assert result.tokens == [reference(engine, p, n) for p, n in zip(PROMPTS, [9, 4, 12, 1, 7], strict=True)]
     assert result.finish == ["length"] * 5
-    assert result.timings.step_batches == sorted(result.timings.step_batches, reverse=True), "requests leave, none joins"
+    assert result.timings.step_batches == sorted(result.timings.step_batches, reverse=True), (
+        "requests leave, none joins"
+    )
     assert result.coverage.steps == 11, "twelve tokens, the first from the prefill"
     assert result.coverage.captured == (0 if backend == "eager" else 11)
 

@@ -47,7 +47,7 @@ def test_n03_close_gives_back_tensors_pool_and_function(device, backend):
     watched = [weakref.ref(held)]
 
     def function(x):
-        return step(x) + held[0, 0]
+        return step(x) + held[0, 0]  # noqa: F821 - deleted further down, on purpose
 
     watched.append(weakref.ref(function))
     captured = cglab.capture(

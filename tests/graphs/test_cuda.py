@@ -21,7 +21,9 @@ X = {"x": cglab.Slot(pad=0.0)}
 
 
 def captured_of(function, x, backend="full", **options):
-    captured = cglab.capture(function, slots=X, buckets=(x.shape[0],), backend=backend, strict=True, **options)
+    captured = cglab.capture(
+        function, slots=X, buckets=(x.shape[0],), backend=backend, strict=True, **options
+    )
     captured.warm(x=x)
     return captured
 
@@ -222,13 +224,17 @@ def test_b13_out_of_memory_keeps_the_buckets_that_fit_and_the_allocator_usable(c
 
     torch.cuda.set_per_process_memory_fraction(room / total)
     try:
-        with cglab.capture(step, slots={"x": Slot(shape=(-1, 1), dtype=torch.float32, pad=0.0)}, buckets=(1, 2, 4, 32, 64)) as captured:
+        with cglab.capture(
+            step, slots={"x": Slot(shape=(-1, 1), dtype=torch.float32, pad=0.0)}, buckets=(1, 2, 4, 32, 64)
+        ) as captured:
             with pytest.warns(CaptureFailedWarning, match="memory ran out"):
                 captured(x=torch.ones(1, 1, device=cuda))
             assert captured.captured_sizes == [1, 2, 4] and sorted(captured.failures) == ["32", "64"]
             assert captured(x=torch.full((3, 1), 3.0, device=cuda)).tolist() == [[3]] * 3
             assert captured.coverage().captured == 2
-        strict = cglab.capture(step, slots={"x": Slot(shape=(-1, 1), dtype=torch.float32, pad=0.0)}, buckets=(64,), strict=True)
+        strict = cglab.capture(
+            step, slots={"x": Slot(shape=(-1, 1), dtype=torch.float32, pad=0.0)}, buckets=(64,), strict=True
+        )
         with pytest.raises(CaptureMemoryError, match="memory ran out"):
             strict(x=torch.ones(1, 1, device=cuda))
         strict.close()
@@ -248,7 +254,9 @@ def family(cuda, pools, sizes, width=2**20):
     recorder = recorder_for(cuda)
     slots = {"x": Slot((-1, width), torch.float32, pad=0.0)}
     members = [
-        Captured("step", lambda x: layers(x).sum(1), slots, (size,), cuda, Options(strict=True), recorder, pool)
+        Captured(
+            "step", lambda x: layers(x).sum(1), slots, (size,), cuda, Options(strict=True), recorder, pool
+        )
         for size, pool in zip(sizes, pools, strict=True)
     ]
     for one in members:

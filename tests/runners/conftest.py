@@ -41,7 +41,17 @@ def frozen_heap():
 class World:
     """A model, a cache whose rows 1 to 8 own their pages, and a runner over both."""
 
-    def __init__(self, device, backend="full", buckets=(1, 2, 4, 8), *, dtype=torch.float32, group=None, seed=0, **options):
+    def __init__(
+        self,
+        device,
+        backend="full",
+        buckets=(1, 2, 4, 8),
+        *,
+        dtype=torch.float32,
+        group=None,
+        seed=0,
+        **options,
+    ):
         self.device = device
         self.model = random_model(CONFIG, device=device, dtype=dtype, seed=seed)
         self.kv = PagedKV(CONFIG, pages=(ROWS - 1) * PAGES_A_ROW + 1, page_size=PAGE, rows=ROWS,
@@ -52,7 +62,13 @@ class World:
         for cache in (self.kv.keys, self.kv.values):
             cache[:, PAGE:].copy_(torch.randn(cache[:, PAGE:].shape, generator=generator))
         self.group = group or GraphGroup(device)
-        self.runner = DecodeRunner(self.model, self.kv, self.group, buckets, Options(backend=backend, strict=True, clone=True, **options))
+        self.runner = DecodeRunner(
+            self.model,
+            self.kv,
+            self.group,
+            buckets,
+            Options(backend=backend, strict=True, clone=True, **options),
+        )
 
     def slots_of(self, row):
         return [page * PAGE + i for page in self.kv.page_table[row].tolist() for i in range(PAGE)]
@@ -60,7 +76,9 @@ class World:
     def inputs(self, lengths, tokens=None):
         """One decode step of rows 1, 2, ... with these lengths, this step's token included."""
         rows = list(range(1, len(lengths) + 1))
-        tokens = tokens or [(7 * row + length) % CONFIG.vocab_size for row, length in zip(rows, lengths, strict=True)]
+        tokens = tokens or [
+            (7 * row + length) % CONFIG.vocab_size for row, length in zip(rows, lengths, strict=True)
+        ]
         columns = (
             tokens,
             [n - 1 for n in lengths],
@@ -68,7 +86,10 @@ class World:
             rows,
             lengths,
         )
-        return {n: torch.tensor(c, device=self.device, dtype=torch.int64) for n, c in zip(INPUTS, columns, strict=True)}
+        return {
+            n: torch.tensor(c, device=self.device, dtype=torch.int64)
+            for n, c in zip(INPUTS, columns, strict=True)
+        }
 
     def cache(self):
         return torch.stack([self.kv.keys, self.kv.values]).clone()

@@ -27,7 +27,9 @@ paddings = pytest.mark.parametrize("padding", [True, False], ids=["padded", "exa
 def test_every_technique_of_the_runners_is_tested_here():
     found = {}
     for module in pkgutil.iter_modules(cglab.runners.__path__):
-        for _, kind in inspect.getmembers(importlib.import_module(f"cglab.runners.{module.name}"), inspect.isclass):
+        for _, kind in inspect.getmembers(
+            importlib.import_module(f"cglab.runners.{module.name}"), inspect.isclass
+        ):
             if issubclass(kind, Runner) and not inspect.isabstract(kind):
                 found[kind.technique] = kind
     assert found == TESTED, "a new runner belongs into TESTED and into the parity suite"
@@ -105,7 +107,13 @@ def test_p11_p12_p13_p14_b26_a_padded_step_touches_its_own_slots_and_slot_zero_o
     changed = (one.cache() != before).flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
     assert set(changed) - {0} == set(values["out_slots"].tolist())
     tail = {name: view[3:].tolist() for name, view in one.runner.captured.buffers.view(4).items()}
-    assert tail == {"input_ids": [0], "positions": [0], "out_slots": [0], "request_rows": [0], "seq_lens": [1]}
+    assert tail == {
+        "input_ids": [0],
+        "positions": [0],
+        "out_slots": [0],
+        "request_rows": [0],
+        "seq_lens": [1],
+    }
 
 
 @backends
@@ -145,7 +153,9 @@ def test_p04_a_step_of_another_width_is_no_decode_step(world):
     wide = {**values, **{n: values[n].repeat_interleave(2) for n in ("input_ids", "positions", "out_slots")}}
     miss = one.runner.ineligible(wide)
     assert miss.reason is Reason.WIDTH and miss.facts == "2 tokens a request, captured 1"
-    with pytest.raises((InputError, SlotError)):  # eager, where the attention of this phase refuses it by name
+    with pytest.raises(
+        (InputError, SlotError)
+    ):  # eager, where the attention of this phase refuses it by name
         one.runner.run(2, **wide)
     assert one.runner.coverage().reasons == {"WIDTH": 1} and one.runner.coverage().captured == 0
     assert one.runner.ineligible(values) is None

@@ -44,7 +44,9 @@ class Bench:
     def __init__(self, loaded, device, backend):
         self.device, self.backend = device, backend
         self.model, config = loaded.model, loaded.config
-        self.kv = PagedKV(config, pages=9, page_size=4, rows=3, max_context=16, device=device, dtype=torch.float32)
+        self.kv = PagedKV(
+            config, pages=9, page_size=4, rows=3, max_context=16, device=device, dtype=torch.float32
+        )
         self.kv.page_table[1:] = torch.arange(1, 9, device=device).view(2, 4)
         generator = torch.Generator().manual_seed(2)
         for cache in (self.kv.keys, self.kv.values):
@@ -60,7 +62,9 @@ class Bench:
         self.restore()
 
     def new_runner(self):
-        return DecodeRunner(self.model, self.kv, self.group, (2,), Options(backend=self.backend, strict=True, clone=True))
+        return DecodeRunner(
+            self.model, self.kv, self.group, (2,), Options(backend=self.backend, strict=True, clone=True)
+        )
 
     def cache(self):
         return torch.stack([self.kv.keys, self.kv.values]).clone()
@@ -88,7 +92,9 @@ class Bench:
         assert not capturing() and torch.is_grad_enabled() and gc.isenabled()
         assert same_bits(self.cache(), self.start), "the failed capture left a trace in the cache"
         got = self.eager(self.runner)
-        assert all(map(same_bits, got, self.expected)) and same_bits(self.cache(), self.after), "the eager step after it"
+        assert all(map(same_bits, got, self.expected)) and same_bits(self.cache(), self.after), (
+            "the eager step after it"
+        )
         self.restore()
         self.runner.capture()
         got = self.runner.run(2, **self.values)
