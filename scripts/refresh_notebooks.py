@@ -23,31 +23,20 @@ from pathlib import Path
 from typing import cast
 
 import nbformat
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from nbformat.reader import NotJSONError
 from nbstripout import strip_output
-from traitlets import default
+
+from cglab.commands.kernels import CELL_SECONDS, execute
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
-CELL_SECONDS = 120
 LONGEST_CELL = 12  # lines; what is longer belongs into the library
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 PLOTLY = "application/vnd.plotly.v1+json"
 _CHECK_COMMENT = re.compile(r"^\s*#\s*NBVAL_CHECK_OUTPUT\b", re.MULTILINE)
 _DROPPED_KEYS = ["metadata.widgets", "cell.metadata.execution"]
-
-
-class ThisInterpreter(AsyncKernelManager):
-    """Starts kernels of the interpreter that runs this script, whatever kernels a user has registered."""
-
-    @default("kernel_spec_manager")
-    def _without_registered_kernels(self) -> KernelSpecManager:
-        return KernelSpecManager(kernel_dirs=[], parent=self)
 
 
 def normal_form(notebook: NotebookNode) -> NotebookNode:
@@ -60,28 +49,6 @@ def normal_form(notebook: NotebookNode) -> NotebookNode:
     for cell in _code_cells(normal):
         cell.outputs = [output for output in cell.outputs if WIDGET_VIEW not in output.get("data", {})]
     return normal
-
-
-def execute(notebook: NotebookNode, folder: Path, *, cell_seconds: int = CELL_SECONDS) -> NotebookNode:
-    """Run a copy of the notebook in a fresh kernel of this very interpreter.
-
-    Args:
-        notebook: what to run; it is not changed.
-        folder: working folder of the kernel.
-        cell_seconds: time limit of one cell, in seconds.
-    """
-    executed = deepcopy(notebook)
-    client = NotebookClient(
-        executed,
-        kernel_name="python3",
-        kernel_manager_class=ThisInterpreter,
-        timeout=cell_seconds,
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(folder)}},
-    )
-    client.execute()
-    return executed
 
 
 def refresh(path: Path, *, cell_seconds: int = CELL_SECONDS) -> bool:

@@ -127,12 +127,10 @@ class Lab:
         Raises:
             InputError: for a prompt that can never run.
         """
-        self._require_open()
+        runner = self.runner()
         stops = self.config.eos_token_ids if stop_at_end else ()
         decode = self.tokenizer.decode if self.tokenizer is not None else None
-        return self.engine.generate(
-            self.encode(prompts), max_new_tokens, self.runner(), stops=stops, decode=decode
-        )
+        return self.engine.generate(self.encode(prompts), max_new_tokens, runner, stops=stops, decode=decode)
 
     def _workload(self, batch: int | None, context: int | None) -> tuple[int, int]:
         self._require_open()

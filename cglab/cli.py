@@ -1,0 +1,135 @@
+"""The command ``cglab``: demo, techniques, parity, bench, results, published, doctor.
+
+Results go to standard output, once and whole; with ``--json`` as one JSON value. Progress and notes go to
+standard error. Exit status: 0 when what was asked holds, 1 when it does not, 2 for bad input, 130 after
+Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+
+from cglab import __version__
+from cglab.commands.console import BAD_INPUT, FAILS, Outcome, note
+from cglab.errors import CglabError, InputError
+
+INTERRUPTED, CLOSED_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as shells count them
+
+Command = Callable[[argparse.Namespace], Outcome]
+
+_EXIT_STATUS = "exit status: 0 what was asked holds, 1 it does not, 2 bad input, 130 interrupted"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: words after ``cglab``; the process's own if left out.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        note("cglab: interrupted; earlier results and reports are as they were, nothing is half-written")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes standard output once more at its end, and would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    except CglabError as error:
+        note(f"cglab: {error}")
+        return BAD_INPUT if isinstance(error, InputError) else FAILS
+    except OSError as error:  # a full or failing disk, where no layer below could say more
+        note(f"cglab: {error}")
+        return FAILS
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as told:  # argparse has said it: help, or what is wrong
+        return told.code if isinstance(told.code, int) else BAD_INPUT
+    # Whatever a library or a user's function prints must not end up in the JSON.
+    with redirect_stdout(sys.stderr):
+        outcome = _command(options.run)(options)
+    as_json = getattr(options, "json", False)
+    text = json.dumps(outcome.value, allow_nan=False, indent=2) if as_json else outcome.text
+    # A terminal that cannot show a character gets its escape, not an error.
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, errors="backslashreplace").decode(encoding) + "\n")
+    return outcome.status
+
+
+def _command(home: str) -> Command:
+    """Loads a command on use: ``cglab --help`` needs no torch."""
+    module, _, name = home.partition(":")
+    command: Command = getattr(import_module(f"cglab.commands.{module}"), name)
+    return command
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cglab",
+        description="A lab for CUDA graphs in LLM inference: capture, replay, measure and compare a step.",
+        epilog=_EXIT_STATUS,
+    )
+    parser.add_argument("--version", action="version", version=f"cglab {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, dest="command")
+
+    def add(name: str, home: str, text: str, *, as_json: bool = True) -> argparse.ArgumentParser:
+        sentence = text[0].upper() + text[1:] + "."
+        command = commands.add_parser(name, help=text, description=sentence, epilog=_EXIT_STATUS)
+        command.set_defaults(run=home)
+        if as_json:
+            command.add_argument("--json", action="store_true", help="one JSON value on standard output")
+        return command
+
+    demo = add("demo", "demo:demo", "the tour: notebook, report and results of a real model", as_json=False)
+    demo.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where to (default: out)")
+
+    add("techniques", "tables:techniques", "what can be captured, and by which toggle")
+
+    parity = add("parity", "measuring:parity", "captured against eager, on random batches")
+    which = parity.add_mutually_exclusive_group(required=True)
+    which.add_argument("--technique", metavar="NAME", help="one technique, by its toggle's name")
+    which.add_argument("--all", action="store_true", help="every technique of this version")
+    parity.add_argument("--cases", type=_count, default=100, metavar="N", help="how many (default: 100)")
+    parity.add_argument("--plant", metavar="NAME", help="break one guard on purpose; 1 means caught")
+
+    bench = add("bench", "measuring:bench", "measures one bench, arms in turns")
+    bench.add_argument("name", metavar="NAME", help="the bench; an unknown name lists them all")
+    bench.add_argument("--quick", action="store_true", help="fewer and smaller points")
+    keep = bench.add_mutually_exclusive_group()
+    keep.add_argument("--save", action="store_true", help="add the records to data/results")
+    keep.add_argument("--record", type=Path, metavar="DIR", help="add the records to a file in this folder")
+
+    results = add("results", "tables:results", "what was recorded")
+    results.add_argument("--claims", action="store_true", help="the targets; status 1 if one is unmet")
+
+    add("published", "tables:published", "what the source documents measured")
+
+    doctor = add("doctor", "examine:examine", "what would break a capture, and the fix", as_json=False)
+    doctor.add_argument(
+        "target", metavar="FILE:FUNCTION",
+        help="a function without arguments, or FILE defines example_inputs(): a tuple or a dict of inputs",
+    )  # fmt: skip
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        message = f"{text!r} is not a whole number of at least 1"
+        raise argparse.ArgumentTypeError(message)
+    return value

@@ -1,0 +1,98 @@
+"""Runs a notebook in a fresh kernel of this very interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import DeadKernelError
+from nbformat import NotebookNode
+from traitlets import default
+
+CELL_SECONDS = 120
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Starts kernels of the interpreter that runs this process, whatever kernels a user has registered."""
+
+    @default("kernel_spec_manager")
+    def _without_registered_kernels(self) -> KernelSpecManager:
+        return KernelSpecManager(kernel_dirs=[], parent=self)
+
+
+def execute(
+    notebook: NotebookNode,
+    folder: Path,
+    *,
+    cell_seconds: int = CELL_SECONDS,
+    progress: Callable[[], object] | None = None,
+) -> NotebookNode:
+    """Runs a copy of a notebook; the kernel is gone when this returns, raises or is interrupted.
+
+    Args:
+        notebook: what to run; it is not changed.
+        folder: working folder of the kernel.
+        cell_seconds: time limit of one cell, in seconds.
+        progress: called after each cell of code.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError, CellTimeoutError, DeadKernelError: if a cell fails.
+        KeyboardInterrupt: after Ctrl-C.
+    """
+    executed = deepcopy(notebook)
+
+    def executed_one(**_: Any) -> None:
+        if progress is not None:
+            progress()
+
+    client = NotebookClient(
+        executed,
+        kernel_name="python3",
+        kernel_manager_class=ThisInterpreter,
+        timeout=cell_seconds,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
+        on_cell_executed=executed_one,
+    )
+    _run(client)
+    return executed
+
+
+def _run(client: NotebookClient) -> None:
+    """Runs a client in a thread of its own: in the main thread it would take Ctrl-C for a dead kernel."""
+    failed: list[BaseException] = []
+    loop = asyncio.new_event_loop()
+    # What the kernel's process itself says is kept off the terminal, and told if it dies.
+    with tempfile.TemporaryFile() as said:
+        task = loop.create_task(client.async_execute(stdout=said, stderr=said))
+
+        def work() -> None:
+            try:
+                loop.run_until_complete(task)
+            except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
+                failed.append(error)
+            finally:
+                loop.close()
+
+        thread = threading.Thread(target=work, name="notebook", daemon=True)
+        thread.start()
+        try:
+            thread.join()
+        except BaseException:
+            loop.call_soon_threadsafe(task.cancel)  # nbclient then ends its kernel
+            thread.join(timeout=10)
+            raise
+        if failed:
+            if isinstance(failed[0], DeadKernelError):
+                said.seek(0)
+                failed[0].add_note(said.read()[-2000:].decode(errors="replace"))
+            raise failed[0]

@@ -1,0 +1,90 @@
+"""``techniques``, ``results`` and ``published``: tables of what there is."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from textwrap import wrap
+
+from cglab import settings
+from cglab.commands.console import FAILS, HOLDS, Outcome, note, text_table
+from cglab.lab.techniques import TECHNIQUES
+from cglab.measure.claims import ClaimResult, evaluate, load_claims
+from cglab.measure.published import load_published
+from cglab.measure.record import Record
+from cglab.measure.records import load
+from cglab.measure.tree import tree_hash
+
+
+def techniques(_options: Namespace) -> Outcome:
+    """The ten techniques with their toggles."""
+    rows = [technique.as_dict() for technique in TECHNIQUES.values()]
+    columns = ("id", "toggle", "values", "default", "text", "available")
+    shown = [
+        {**row, "values": ", ".join(row["values"]), "available": "yes" if row["available"] else row["reason"]}
+        for row in rows
+    ]
+    table = text_table(columns, [[row[column] for column in columns] for row in shown])
+    return Outcome(table, rows)
+
+
+def results(options: Namespace) -> Outcome:
+    """Recorded results, or the claims that are computed from them."""
+    records = _records()
+    if options.claims:
+        return _claims(evaluate(load_claims(), records, tree_hash()))
+    rows = [
+        {
+            "recorded": record.created[:19],
+            "bench": record.bench,
+            "model": record.model,
+            "arm": record.arm,
+            "workload": ", ".join(f"{name} {value}" for name, value in record.workload.items()),
+            "step_ms": record.metrics.get("step_ms"),
+            "parity": (record.parity or {}).get("verdict"),
+            "device": record.device.name,
+        }
+        for record in records
+    ]
+    table = text_table(list(rows[0]), [list(row.values()) for row in rows]) if rows else "nothing yet"
+    return Outcome(table, [record.as_dict() for record in records])
+
+
+def published(_options: Namespace) -> Outcome:
+    """Every table of the source documents."""
+    tables = list(load_published().values())
+    texts = []
+    for table in tables:
+        names = [column["name"] for column in table["columns"]]
+        units = [f"{column['name']} [{column['unit']}]" for column in table["columns"]]
+        rows = [[row[name] for name in names] for row in table["rows"]]
+        texts.append(
+            f"{table['id']}: {table['title']} ({table['source']}; {table['machine']})\n{text_table(units, rows)}"
+        )
+    return Outcome("\n\n".join(texts), tables)
+
+
+def _records() -> tuple[Record, ...]:
+    folder = settings.read_settings().data / "results"
+    if not folder.exists():
+        note(f"no results at {folder}; `cglab bench NAME --save` records some")
+        return ()
+    found = load(folder)
+    for problem in found.problems:
+        note(f"not a record: {problem}")
+    return found.records
+
+
+def _claims(claims: Sequence[ClaimResult]) -> Outcome:
+    unmet = any(claim.status == "unmet" for claim in claims)
+    text = "\n\n".join(_told(claim) for claim in claims)
+    return Outcome(text, [claim.as_dict() for claim in claims], FAILS if unmet else HOLDS)
+
+
+def _told(claim: ClaimResult) -> str:
+    state = "" if not claim.runs else ", by this code" if claim.current else ", by older code"
+    lines = [f"{claim.id} {claim.status}{state}", *wrap(claim.text, 100)]
+    for part in claim.parts:
+        value = "not recorded" if part.value is None else f"{part.value:.4g}"
+        lines.append(f"{part.status:>10}  {part.name}: {value}, wanted {part.comparison} {part.target:g}")
+    return "\n    ".join(lines)

@@ -1,0 +1,136 @@
+"""What holds for every command: one value on standard output, one line for an error, the exit statuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cglab.cli import main
+from cglab.commands import tables
+from cglab.errors import CaptureError, InputError, ResultsError
+
+ALL = ["demo", "techniques", "parity", "bench", "results", "published", "doctor"]
+
+
+def raising(error):
+    def command(_options):
+        raise error
+
+    return command
+
+
+def test_help_lists_every_command_and_needs_no_torch(root):
+    code = "import sys; from cglab.cli import main; sys.exit(main(['--help']) + 8 * ('torch' in sys.modules))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert run.returncode == 0
+    assert all(f"    {name}" in run.stdout for name in ALL)
+    assert "exit status: 0" in run.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["techniqes"],
+        ["parity"],
+        ["parity", "--technique", "decode", "--all"],
+        ["parity", "--all", "--cases", "0"],
+        ["parity", "--all", "--cases", "many"],
+        ["bench"],
+        ["bench", "decode", "--save", "--record", "somewhere"],
+        ["doctor"],
+        ["published", "--out", "x"],
+    ],
+)
+def test_words_that_are_no_command_end_with_2(ask, words):
+    status, out, error = ask(*words)
+    assert (status, out) == (2, "")
+    assert "usage: cglab" in error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InputError("a wrong toggle"), 2),
+        (ResultsError("a full disk"), 1),
+        (CaptureError("refused"), 1),
+        (OSError(28, "No space"), 1),
+    ],
+)
+def test_an_error_is_one_message_and_no_traceback(ask, monkeypatch, error, status):
+    monkeypatch.setattr(tables, "techniques", raising(error))
+    assert ask("techniques") == (status, "", f"cglab: {error}\n")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(tables, "techniques", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        main(["techniques"])
+
+
+def test_json_is_the_only_thing_on_standard_output(ask, monkeypatch):
+    original = tables.load_published
+
+    def noisy():
+        sys.stdout.write("a library that prints\n")
+        return original()
+
+    monkeypatch.setattr(tables, "load_published", noisy)
+    status, out, error = ask("published", "--json")
+    assert status == 0
+    assert isinstance(json.loads(out), list)
+    assert error == "a library that prints\n"
+
+
+def test_an_interrupt_is_one_line_and_130(ask, monkeypatch):
+    monkeypatch.setattr(tables, "techniques", raising(KeyboardInterrupt()))
+    status, out, error = ask("techniques")
+    assert (status, out) == (130, "")
+    assert error.count("\n") == 1 and "interrupted" in error
+
+
+def test_a_real_interrupt_of_a_long_run_is_one_line_and_130(environment, tmp_path):
+    run = subprocess.Popen(
+        [sys.executable, "-m", "cglab", "parity", "--all", "--cases", "100000", "--json"],
+        env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        time.sleep(2.5)
+        run.send_signal(signal.SIGINT)
+        out, error = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert (run.returncode, out) == (130, "")
+    assert "Traceback" not in error
+    assert [line for line in error.replace("\r", "\n").splitlines() if "cglab: interrupted" in line]
+
+
+@pytest.mark.parametrize("words", [["published"], ["techniques", "--json"], ["--help"]])
+def test_a_closed_pipe_is_quiet(environment, tmp_path, words):
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run(
+        [sys.executable, "-m", "cglab", *words],
+        env=environment, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    os.close(write)
+    assert run.stderr == ""
+    assert run.returncode == 141 or words == ["--help"]  # argparse itself passes over it
+
+
+def test_a_terminal_without_unicode_gets_escapes_not_an_error(command):
+    run = command("published", PYTHONIOENCODING="ascii")
+    assert run.returncode == 0
+    assert run.stdout.isascii()
+
+
+def test_a_misspelt_setting_is_refused_by_name(command):
+    run = command("results", CGLAB_DEVCIE="cpu")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("cglab: CGLAB_DEVCIE is not a setting") and run.stderr.count("\n") == 1

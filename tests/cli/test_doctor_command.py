@@ -1,0 +1,105 @@
+"""``cglab doctor FILE:FUNCTION``: where the function comes from, what it is called with, what is said."""
+
+import pytest
+
+SOURCE = """
+import torch
+from torch import nn
+
+{more}
+
+def careful():
+    return torch.ones(3) * 2
+
+def reads(x, scale=1.0):
+    if x.sum().item() > 0:
+        return x * scale
+    return x
+
+def fails(x):
+    return x.view(7, 7)
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return x.nonzero()
+
+layer = Layer()
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(more=""):
+        path = tmp_path / "model.py"
+        path.write_text(SOURCE.format(more=more))
+        return path
+
+    return write
+
+
+TUPLE = "def example_inputs():\n    return (torch.ones(3),)"
+DICT = "def example_inputs():\n    return {'x': torch.ones(3), 'scale': 2.0}"
+
+
+def test_a_function_without_arguments_is_healthy(ask, file):
+    status, out, error = ask("doctor", f"{file()}:careful")
+    assert (status, error) == (0, "")
+    assert "nothing found that would break a capture" in out
+
+
+@pytest.mark.parametrize("more", [TUPLE, DICT])
+def test_the_first_refusal_its_line_and_its_fix(ask, file, more):
+    path = file(more)
+    line = 1 + path.read_text().splitlines().index("    if x.sum().item() > 0:")
+    status, out, _ = ask("doctor", f"{path}:reads")
+    assert status == 1
+    assert out.startswith(f"1. HostReadError at {path}:{line} in reads: if x.sum().item() > 0:")
+    assert "next step:" in out and "eager_break" in out
+
+
+def test_a_module_is_a_function_too(ask, file):
+    status, out, _ = ask("doctor", f"{file(TUPLE)}:layer")
+    assert status == 1
+    assert "DynamicShapeError" in out and "x.nonzero()" in out
+
+
+def test_example_inputs_are_not_forced_on_a_function_without_arguments(ask, file):
+    assert ask("doctor", f"{file(TUPLE)}:careful")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "said"),
+    [
+        (
+            "",
+            "reads",
+            ["reads(x, scale=1.0)", "missing a required argument: 'x'", "define in", "example_inputs()"],
+        ),
+        ("def example_inputs():\n    return torch.ones(3)", "reads", ["gives a Tensor", "a tuple", "a dict"]),
+        ("def example_inputs():\n    return {'y': 1}", "reads", ["cannot be called", "must fit it"]),
+        ("", "raeds", ["no function 'raeds'", "careful, fails, reads"]),
+        (TUPLE, "fails", ["fails itself fails", "RuntimeError", ", line "]),
+        ("import no_such_package", "careful", ["cannot be loaded", "ModuleNotFoundError", ", line 5"]),
+        ("def broken(:", "careful", ["cannot be loaded", "SyntaxError", "line 5"]),
+        ("TEXT = 'x'", "TEXT", ["no function 'TEXT'"]),
+    ],
+)
+def test_bad_input_is_one_message(ask, file, more, name, said):
+    status, out, error = ask("doctor", f"{file(more)}:{name}")
+    assert (status, out) == (2, "")
+    assert error.startswith("cglab: ") and "Traceback" not in error
+    assert all(word in error for word in said), error
+
+
+@pytest.mark.parametrize("target", ["model.py", "nowhere.py:step", "model.py:", ":step"])
+def test_what_is_no_file_and_function_is_refused(ask, target):
+    status, out, error = ask("doctor", target)
+    assert (status, out) == (2, "")
+    assert "FILE:FUNCTION" in error
+
+
+def test_what_the_function_prints_is_not_the_answer(ask, file):
+    path = file("def chatty():\n    print('hello')\n    return torch.ones(1)")
+    status, out, error = ask("doctor", f"{path}:chatty")
+    assert status == 0
+    assert "hello" not in out and "hello" in error

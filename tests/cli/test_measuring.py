@@ -1,0 +1,122 @@
+"""parity and bench: formats, exit statuses, planted faults, and where records go."""
+
+import json
+
+import pytest
+
+from cglab.commands import measuring
+from cglab.lab.benches import Bench
+from cglab.lab.oracles import TechniqueParity
+from cglab.lab.plants import PLANTS
+from cglab.measure.record import make_record, new_run
+from cglab.measure.records import load
+
+
+def fake_bench(verdict="bitwise"):
+    def run(device, *, quick, progress):
+        progress("one stage")
+        return [
+            make_record(
+                bench="fake",
+                arm="full",
+                device=device,
+                run=new_run(),
+                metrics={"quick": quick},
+                parity={"verdict": verdict},
+            )
+        ]
+
+    return {"fake": Bench("nothing real", run)}
+
+
+def test_parity_of_decode_holds_and_its_progress_is_on_standard_error(command):
+    run = command("parity", "--technique", "decode", "--cases", "4", "--json")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert (found["technique"], found["cases"], found["mismatches"]) == ("decode", 4, [])
+    assert found["bitwise"] is True and found["tokens_equal"] is True
+    assert "parity of decode" in run.stderr and "4/4" in run.stderr
+
+
+def test_all_is_a_list_of_what_this_version_has(ask_json, monkeypatch):
+    monkeypatch.setattr(
+        measuring, "check_technique", lambda name, cases, **_: TechniqueParity(name, cases, captured=1)
+    )
+    status, found = ask_json("parity", "--all", "--cases", "3")
+    assert status == 0
+    assert [(each["technique"], each["cases"]) for each in found] == [("decode", 3)]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_fault_is_caught_by_one_command(ask, plant):
+    status, out, _ = ask("parity", "--technique", "decode", "--cases", "12", "--plant", plant)
+    assert status == 1
+    assert "FAILED" in out and f"planted {plant}: caught" in out
+
+
+def test_a_fault_that_nobody_sees_is_said(ask, monkeypatch):
+    monkeypatch.setattr(
+        measuring, "check_technique", lambda name, cases, **_: TechniqueParity(name, cases, captured=1)
+    )
+    status, out, _ = ask("parity", "--technique", "decode", "--plant", "stale-tail")
+    assert status == 0
+    assert "NOT caught" in out
+
+
+def test_mismatches_reach_the_json_and_the_status(ask_json, monkeypatch):
+    def differing(name, cases, **_):
+        found = TechniqueParity(name, cases, captured=1)
+        found.fault(2, {"case": 3}, "another token")
+        return found
+
+    monkeypatch.setattr(measuring, "check_technique", differing)
+    status, found = ask_json("parity", "--technique", "decode")
+    assert (status, found["bitwise"], found["tokens_equal"]) == (1, True, False)
+    assert found["mismatches"] == [{"oracle": 2, "case": 3, "detail": "another token"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["parity", "--technique", "decod"], ["'decod' is no technique", "decode, verify"]),
+        (["parity", "--technique", "verify"], ["not in this version", "available: decode"]),
+        (["parity", "--technique", "decode", "--plant", "rot"], ["'rot'", "stale-tail"]),
+        (["bench", "decod"], ["'decod' is no bench", "decode (", "recovery ("]),
+    ],
+)
+def test_an_unknown_name_lists_the_good_ones(ask, words, said):
+    status, out, error = ask(*words)
+    assert (status, out) == (2, "")
+    assert all(word in error for word in said)
+    assert error.count("\n") == 1
+
+
+def test_a_bench_measures_and_keeps_nothing_by_itself(ask, monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "BENCHES", fake_bench())
+    monkeypatch.setenv("CGLAB_DATA", str(tmp_path))
+    status, out, _ = ask("bench", "fake", "--quick")
+    assert status == 0
+    assert "fake" in out and "bitwise" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_records_are_added_where_they_are_wanted(ask_json, monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "BENCHES", fake_bench())
+    monkeypatch.setenv("CGLAB_DATA", str(tmp_path))
+    status, first = ask_json("bench", "fake", "--save")
+    _, second = ask_json("bench", "fake", "--quick", "--record", tmp_path / "results")
+    assert status == 0
+    kept = load(tmp_path / "results" / "fake.jsonl").records
+    assert [record.as_dict() for record in kept] == first + second
+    assert [record.metrics["quick"] for record in kept] == [False, True]
+
+
+def test_a_bench_whose_arm_is_corrupted_is_status_1(ask_json, monkeypatch):
+    monkeypatch.setattr(measuring, "BENCHES", fake_bench("corrupted"))
+    assert ask_json("bench", "fake")[0] == 1
+
+
+def test_a_real_bench_runs_quickly_and_says_that_tape_times_are_no_graph_times(ask):
+    status, out, _ = ask("bench", "decode", "--quick")
+    assert status == 0
+    assert "breakable" in out and "tape" in out

@@ -1,0 +1,127 @@
+"""techniques, results and published: the formats that other programs read."""
+
+import json
+
+import pytest
+
+from cglab.lab.techniques import TECHNIQUES
+from cglab.measure.claims import load_claims
+from cglab.measure.record import make_record, new_run
+from cglab.measure.records import append
+
+KEYS = {"id", "name", "toggle", "values", "default", "module", "notebook", "available", "reason"}
+
+
+@pytest.fixture
+def data(root, tmp_path, monkeypatch):
+    """A data folder with the shipped tables and no results of its own."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for shipped in ("published", "claims.toml"):
+        (folder / shipped).symlink_to(root / "data" / shipped)
+    monkeypatch.setenv("CGLAB_DATA", str(folder))
+    return folder
+
+
+def record(**fields):
+    facts = {"bench": "decode", "arm": "full", "device": "cpu", "run": new_run(), "metrics": {"step_ms": 2.0}}
+    return make_record(**{**facts, "workload": {"batch": 1}, "model": "pico-gqa", **fields})
+
+
+def test_all_ten_techniques_are_listed_and_what_is_not_built_says_so(ask_json):
+    status, rows = ask_json("techniques")
+    assert status == 0
+    assert [row["id"] for row in rows] == [f"T{number}" for number in range(1, 11)]
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert row["name"] == row["toggle"] and row["default"] in row["values"]
+        if row["available"]:
+            assert (
+                row["module"].startswith("cglab.")
+                and row["notebook"].endswith(".ipynb")
+                and row["reason"] is None
+            )
+        else:
+            assert (row["module"], row["notebook"], row["reason"]) == (None, None, "not in this version")
+
+
+def test_techniques_for_people_name_every_toggle(ask):
+    status, out, _ = ask("techniques")
+    assert status == 0
+    assert all(name in out for name in TECHNIQUES)
+
+
+def test_results_of_a_fresh_clone_are_none_and_say_how_to_get_some(ask, data):
+    assert ask("results")[0:2] == (0, "nothing yet\n")
+    status, out, error = ask("results", "--json")
+    assert (status, json.loads(out)) == (0, [])
+    assert "cglab bench" in error
+
+
+def test_results_are_the_records(ask, ask_json, data):
+    kept = record(parity={"verdict": "bitwise"})
+    append(data / "results" / "decode.jsonl", [kept])
+    assert ask_json("results") == (0, [kept.as_dict()])
+    status, out, _ = ask("results")
+    assert status == 0
+    assert all(word in out for word in ("decode", "pico-gqa", "full", "batch 1", "2.0", "bitwise"))
+
+
+def test_a_line_that_is_no_record_is_told_and_loses_no_other(ask, data):
+    kept = record()
+    append(data / "results" / "decode.jsonl", [kept])
+    with (data / "results" / "decode.jsonl").open("a") as file:
+        file.write('{"schema": 1, "half a')
+    status, out, error = ask("results", "--json")
+    assert (status, len(json.loads(out))) == (0, 1)
+    assert "not a record" in error and "line 2" in error
+
+
+def test_claims_are_unmeasured_before_anything_is_recorded(ask_json, data):
+    status, claims = ask_json("results", "--claims")
+    assert status == 0
+    assert [claim["id"] for claim in claims] == [f"G{number}" for number in range(1, 10)]
+    for claim in claims:
+        assert claim.keys() >= {"id", "text", "target", "value", "status", "runs"}
+        assert (claim["status"], claim["value"], claim["runs"]) == ("unmeasured", None, [])
+
+
+@pytest.mark.parametrize(("step_ms", "state", "exit_status"), [(1.2, "met", 0), (9.0, "unmet", 1)])
+def test_an_unmet_claim_is_status_1(ask, ask_json, data, monkeypatch, step_ms, state, exit_status):
+    # The first part of the first claim, alone: a step over its floor.
+    claim = load_claims()[0]
+    alone = type(claim)(claim.id, claim.text, claim.parts[:1])
+    monkeypatch.setattr("cglab.commands.tables.load_claims", lambda: (alone,))
+    made = record(model="qwen3-8b", metrics={"step_ms": step_ms, "floor_ms": 1.0}).as_dict()
+    made["device"]["kind"] = "cuda"
+    (data / "results").mkdir()
+    (data / "results" / "gpu.jsonl").write_text(json.dumps(made) + "\n")
+    status, (found,) = ask_json("results", "--claims")
+    assert (status, found["status"], found["value"], found["runs"]) == (
+        exit_status,
+        state,
+        step_ms,
+        [made["id"]],
+    )
+    status, out, _ = ask("results", "--claims")
+    assert status == exit_status
+    assert f"G1 {state}, by this code" in out and f"{step_ms:.4g}, wanted <= 1.3" in out
+
+
+def test_published_tables_are_whole(ask, ask_json):
+    status, tables = ask_json("published")
+    assert status == 0
+    assert {table["source"] for table in tables} == {"S0", "S2", "S3", "S1", "S4"}
+    status, out, _ = ask("published")
+    assert status == 0
+    assert all(table["id"] in out for table in tables)
+    widest = next(table for table in tables if table["id"] == "s2-stage-profile")
+    for row in widest["rows"]:
+        assert str(row[widest["columns"][0]["name"]]) in out
+
+
+def test_published_needs_its_folder(ask, data):
+    (data / "published").unlink()
+    status, out, error = ask("published")
+    assert (status, out) == (1, "")
+    assert "no published tables" in error
