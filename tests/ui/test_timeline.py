@@ -4,7 +4,7 @@ import pytest
 
 from cglab.lab.comparison import Profile
 from cglab.ui.style import summary
-from cglab.ui.timeline import MOST_BARS, PIXELS, merged, short
+from cglab.ui.timeline import LANE, MOST_BARS, SLICES, short, sliced_bars
 
 
 def row(start, duration, name="gemm"):
@@ -32,8 +32,8 @@ def test_the_clock_starts_with_the_step_and_bars_carry_name_and_microseconds(mak
 def test_heading_says_launches_and_busy_time(make):
     figure = make.profiled(eager=make.eager_trace(), full=make.full_trace()).timeline()
     note = figure.layout.title.subtitle.text
-    assert "eager: 0.07 ms under the profiler, 6 launches, device busy 0.02 ms" in note
-    assert "full: 0.04 ms under the profiler, 1 launches" in note
+    assert "eager: 0.07 ms under the profiler, launches: 6, device busy 0.02 ms" in note
+    assert "full: 0.04 ms under the profiler, launches: 1" in note
 
 
 def test_b83_a_trace_without_device_records_says_so_first(make):
@@ -47,16 +47,19 @@ def test_names_of_lanes_hold_no_thread_number(make):
     assert not any(number in figure.to_json() for number in ("4711", '"99"'))
 
 
-def test_a_crowded_lane_is_drawn_at_the_picture_s_resolution(make):
+def test_a_crowded_lane_shows_the_share_of_time_that_was_busy(make):
     kernels = 10 * MOST_BARS
     profile = make.profiled(eager=make.eager_trace(kernels), full=make.full_trace(kernels))
-    _, eager, _, full = profile.timeline().data
-    assert len(full.x) == 1 and len(eager.x) <= PIXELS + 1
-    assert full.hovertext[0].startswith(f"{kernels} events, {4.0 * kernels:.1f} µs in all")
-    assert f"{kernels} events" in full.y[0]
-    assert full.x[0] == pytest.approx(4.5 * kernels - 0.5)
-    rows = profile.bars()
-    assert (rows["arm"] == "full").sum() == kernels + 1
+    _, eager, launch, full = profile.timeline().data
+    assert len(eager.x) <= SLICES and len(launch.x) == 1
+    assert eager.width[SLICES // 2] / LANE == pytest.approx(0.4, abs=0.02)  # 4 us of every 10
+    assert full.width[10] / LANE == pytest.approx(4 / 4.5, abs=0.02)
+    assert max(full.base) < 4.5 * kernels + 8 and f"{kernels} events, height: share busy" in full.y[0]
+    bottom = {
+        round(o + w, 2) for trace in (eager, full) for o, w in zip(trace.offset, trace.width, strict=True)
+    }
+    assert bottom == {LANE / 2}
+    assert (profile.bars()["arm"] == "full").sum() == kernels + 1
 
 
 def test_a_window_shows_every_event_in_it_and_no_other(make):
@@ -66,15 +69,18 @@ def test_a_window_shows_every_event_in_it_and_no_other(make):
     assert 20 <= len(figure.data[-1].x) <= 21
 
 
-def test_merging_keeps_extent_and_count():
-    bars = merged([row(10, 2), row(0, 5, "copy"), row(12.5, 1), row(30, 1)], 1.0)
-    assert [(bar.start, bar.end) for bar in bars] == [(0, 5), (10, 13.5), (30, 31)]
-    assert bars[1].label.startswith("2 events, 3.0 µs in all<br>most often gemm (2 times)")
-    assert len(merged([row(0, 1), row(1, 1)], 0.0)) == 2
+def test_slices_hold_all_the_busy_time_and_every_event_once():
+    rows = [row(0, 30), row(12, 3, "inside"), row(55, 10), row(99.5, 9)]
+    bars = sliced_bars(rows, 0.0, 100.0, slices=10)
+    assert [bar.start for bar in bars] == [0, 10, 20, 50, 60, 90]
+    assert [bar.busy for bar in bars] == pytest.approx([1, 1, 1, 0.5, 0.5, 0.05])
+    assert sum(int(bar.label.split(" ")[0]) for bar in bars) == len(rows)
+    assert bars[1].label == "1 events start in these 10.0 µs<br>busy 100%"
 
 
-def test_merging_looks_past_a_short_event_inside_a_long_one():
-    assert [(b.start, b.end) for b in merged([row(0, 100), row(1, 1), row(100.2, 1)], 0.5)] == [(0, 101.2)]
+def test_slices_of_a_window_cut_what_reaches_over_its_edges():
+    (bar,) = sliced_bars([row(0, 100)], 40.0, 60.0, slices=1)
+    assert (bar.start, bar.end, bar.busy) == (40.0, 60.0, 1.0)
 
 
 def test_long_kernel_names_lose_their_template_arguments():
