@@ -438,3 +438,29 @@ def test_b32_a_function_of_one_size_only_is_never_handed_out_untrimmed(device):
             OutputStructureError, match=r"3 rows padded to 4(?s:.*)capture at least two sizes"
         ):
             captured(x=rows(device, 3))
+
+
+def test_a_capture_that_was_interrupted_starts_anew_with_the_next_call(device):
+    calls = []
+
+    def step(x):
+        calls.append(x)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return x * 2
+
+    captured = cglab.capture(step, slots={"x": cglab.Slot()}, buckets=(2, 4), self_check=True)
+    with pytest.raises(KeyboardInterrupt):
+        captured(x=torch.ones(4, device=device))
+    for live in (4, 2, 3):
+        assert captured(x=torch.ones(live, device=device)).tolist() == [2] * live
+    assert captured.coverage().captured == 3
+
+
+def test_strict_raises_at_every_call(device):
+    captured = cglab.capture(
+        lambda x: x * x.sum().item(), slots={"x": cglab.Slot()}, buckets=(4,), strict=True
+    )
+    for _ in range(2):
+        with pytest.raises(cglab.errors.HostReadError):
+            captured(x=torch.ones(4, device=device))
