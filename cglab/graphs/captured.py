@@ -156,7 +156,8 @@ class Captured:
         return key
 
     def load(self, values: Mapping[str, Tensor | None], live: int, size: int) -> None:
-        """Copies the live rows in and resets the padded tail of every slot."""
+        """Copies the live rows in and resets the padded tail of every slot; see ``StaticBuffers.load``."""
+        self._pool.require_free(f"a step of {self.name}")
         self.buffers.load({name: value for name, value in values.items() if value is not None}, live, size)
 
     def replay(self, key: ShapeKey) -> Stored:
@@ -211,10 +212,11 @@ class Captured:
         decision = self.can_run(values, live)
         if isinstance(decision, Miss):
             return self.run_eager(decision, values, live)
-        self.load(values, live, decision.size)
-        output = self.replay(decision)
-        self.counts.hit(str(decision), decision.size, live)
-        return self.trim(output, live, decision.size)
+        with self._pool.turn:
+            self.load(values, live, decision.size)
+            output = self.replay(decision)
+            self.counts.hit(str(decision), decision.size, live)
+            return self.trim(output, live, decision.size)
 
     def run_eager(
         self,
@@ -223,11 +225,7 @@ class Captured:
         live: int,
         function: Callable[..., Any] | None = None,
     ) -> Any:
-        """The plain function, or the one that this call asks for, on the live inputs; the reason is counted.
-
-        Raises:
-            SlotError: if a slot that keeps state cannot hold this many rows.
-        """
+        """The plain function, or the one that this call asks for, on the live inputs; the reason is counted."""
         self._require_open()
         kept = self.buffers.state(values, live)
         self.counts.miss(miss)
