@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,8 @@ class TechniqueParity:
 
     def as_dict(self) -> dict[str, Any]:
         """One entry of ``cglab parity --json``."""
-        return dict(vars(self).items())
+        drift = None if math.isnan(self.max_drift) else self.max_drift
+        return {**vars(self), "max_drift": drift}
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "FAILED"

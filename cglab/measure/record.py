@@ -106,8 +106,13 @@ class Record:
             odd = ", ".join(sorted(names ^ set(values)))
             raise ResultsError(f"fields missing or unknown: {odd}")
         device = values["device"]
-        if not isinstance(device, dict) or not isinstance(values["metrics"], dict):
-            raise ResultsError("device and metrics must be objects")
+        objects = ("device", "metrics", "workload", "samples", "versions")
+        texts = ("id", "run", "created", "bench", "arm", "tree", "notes")
+        wrong = [name for name in objects if not isinstance(values[name], dict)]
+        wrong += [name for name in texts if not isinstance(values[name], str)]
+        wrong += [name for name in ("parity", "coverage") if not isinstance(values[name], dict | None)]
+        if wrong:
+            raise ResultsError(f"fields of the wrong kind: {', '.join(wrong)}")
         try:
             return cls(**{**values, "device": Device(**device)})
         except TypeError as error:

@@ -103,12 +103,16 @@ def load(folder: str | Path | None = None) -> Results:
 
 def _object(line: str) -> dict[str, Any]:
     try:
-        values = json.loads(line)
-    except ValueError as error:
+        values = json.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
         raise ResultsError(f"no complete JSON ({error})") from error
     if not isinstance(values, dict):
         raise ResultsError("no JSON object")
     return values
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 @contextmanager

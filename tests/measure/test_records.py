@@ -263,7 +263,7 @@ def test_a_partial_line_from_elsewhere_is_reported_and_kept(tmp_path):
         ({"schema": SCHEMA + 1}, "this version reads"),
         ({"surprise": 1}, "surprise"),
         ({"device": {"name": "x"}}, "device"),
-        ({"device": None}, "objects"),
+        ({"device": None}, "wrong kind: device"),
     ],
 )
 def test_lines_of_another_layout_are_reported(tmp_path, change, reason):
@@ -296,3 +296,20 @@ def test_an_append_through_a_link_keeps_link_and_mode(tmp_path):
     assert (tmp_path / "link.jsonl").is_symlink()
     assert real.stat().st_mode & 0o777 == 0o640
     assert len(load(real).records) == 2
+
+
+@pytest.mark.parametrize(
+    "odd", [{"created": 5}, {"created": None}, {"workload": [1]}, {"parity": "x"}, {"samples": None}]
+)
+def test_a_line_with_a_field_of_the_wrong_kind_is_a_problem_beside_the_good_ones(tmp_path, odd):
+    lines = [json.dumps(record(0).as_dict() | odd), json.dumps(record(1).as_dict())]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    found = load(tmp_path)
+    assert [each.id for each in found.records] == ["id1"]
+    assert f"wrong kind: {next(iter(odd))}" in found.problems[0].reason
+
+
+def test_a_line_with_nan_is_no_json(tmp_path):
+    good = json.dumps(record(0).as_dict())
+    (tmp_path / "a.jsonl").write_text(good.replace("1.5", "NaN"))
+    assert "NaN" in load(tmp_path).problems[0].reason
