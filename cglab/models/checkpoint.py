@@ -79,10 +79,17 @@ def check_shards(shards: Iterable[Path], config: ModelConfig) -> None:
         ModelError: if a file is truncated, or a tensor is missing, unknown, there twice, or of the wrong
             shape or dtype.
     """
+    headers = [(shard, _header(shard)) for shard in shards]
+    stored = sum(len(header) for _, header in headers)
+    if config.num_layers > stored:  # before anything is made for every layer
+        raise ModelError(
+            f"config.json states {config.num_layers} layers, the checkpoint has {stored} tensors in all; "
+            "weights and configuration are of different models: fetch both again"
+        )
     expected = {name: piece.shape for name, piece in checkpoint_layout(config).items()}
     found: dict[str, Path] = {}
-    for shard in shards:
-        for name, (shape, dtype) in _header(shard).items():
+    for shard, header in headers:
+        for name, (shape, dtype) in header.items():
             if name in found:
                 raise ModelError(
                     f"{name} is in {found[name].name} and in {shard.name}; fetch the checkpoint again"

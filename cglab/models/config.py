@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}); fetch the file again") from error
     if not isinstance(content, dict):
         raise ModelError(
@@ -147,7 +148,8 @@ class _Fields:
 
     def real(self, name: str, default: float | None = None) -> float:
         value = self._given(name, default)
-        if type(value) not in (int, float) or value <= 0:
+        # JSON as Python reads it has NaN, infinities and integers beyond every float.
+        if type(value) not in (int, float) or not 0 < value < sys.float_info.max:
             raise self._malformed(name, value, "a positive number")
         return float(value)
 
@@ -195,9 +197,12 @@ class _Fields:
 def _parse(fields: _Fields, generation: _Fields) -> ModelConfig:
     content = fields.content
     architectures = content.get("architectures") or ["missing"]
+    if not isinstance(architectures, list):
+        architectures = [architectures]
     fields.require("architectures", architectures[0], ARCHITECTURES)
     if "quantization_config" in content:
-        method = (content["quantization_config"] or {}).get("quant_method", "unknown")
+        section = content["quantization_config"]
+        method = section.get("quant_method", "unknown") if isinstance(section, dict) else section
         raise ModelError(
             f"{fields.path}: the checkpoint is quantised ({method}); supported: float32, float16, bfloat16 "
             "weights; open the unquantised model"

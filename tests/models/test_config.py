@@ -119,3 +119,22 @@ def test_files_that_are_no_configuration_are_told(read, tmp_path):
 def test_presets_cannot_be_changed_by_accident():
     with pytest.raises(TypeError):
         PRESETS["qwen3-8b"] = None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+def test_a_number_that_no_float_can_hold_is_refused(read, value):
+    with pytest.raises(ModelError, match="rms_norm_eps is"):
+        read(LLAMA | {"rms_norm_eps": value})
+
+
+@pytest.mark.parametrize(
+    "odd", [{"architectures": {"a": 1}}, {"architectures": 5}, {"quantization_config": "awq"}]
+)
+def test_a_field_of_another_kind_is_refused_by_name(read, odd):
+    with pytest.raises(ModelError, match="supported"):
+        read(LLAMA | odd)
+
+
+def test_a_configuration_nested_beyond_reading_is_refused(read):
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
+        read("[" * 200_000)

@@ -273,3 +273,12 @@ def test_presets_come_with_a_byte_tokenizer_and_say_that_they_are_random(monkeyp
     loaded = load_model("qwen3-8b", device="cpu", dtype=torch.bfloat16, seed=5)
     assert loaded.weights == "random" and loaded.model.embedding.weight.dtype == torch.bfloat16
     assert loaded.tokenizer.decode(loaded.tokenizer.encode("def f(): é")) == "def f(): é"
+
+
+def test_more_layers_than_tensors_are_refused_before_anything_is_made_for_each(tmp_path, root):
+    source = root / "data/models/pico-gqa"
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    with pytest.raises(ModelError, match="states 1000000000 layers"):
+        load_model(tmp_path, device="cpu", dtype=torch.float32)
