@@ -39,7 +39,7 @@ def examine(options: Namespace) -> Outcome:
         report = doctor(function, *args, **inputs)
     except CglabError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             f"{name} itself fails on these inputs: {_told(error, path)}; give inputs that it runs on"
         ) from error
@@ -58,7 +58,7 @@ def _load(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except CglabError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{path} cannot be loaded: {_told(error, path)}") from error
     return module
 
@@ -91,7 +91,7 @@ def _functions(module: ModuleType) -> list[str]:
     return [name for name, value in own if inspect.isfunction(value)]
 
 
-def _told(error: Exception, path: Path) -> str:
+def _told(error: BaseException, path: Path) -> str:
     """Kind, message and, where it lies in the user's file, line of an error."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg}, line {error.lineno}"

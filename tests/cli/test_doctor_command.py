@@ -103,3 +103,10 @@ def test_what_the_function_prints_is_not_the_answer(ask, file):
     status, out, error = ask("doctor", f"{path}:chatty")
     assert status == 0
     assert "hello" not in out and "hello" in error
+
+
+@pytest.mark.parametrize("where", ["file", "function"])
+def test_a_function_that_leaves_the_process_is_not_found_healthy(ask, file, where):
+    more = "raise SystemExit(0)" if where == "file" else "def leaves():\n    raise SystemExit(0)"
+    status, _, told = ask("doctor", f"{file(more)}:leaves")
+    assert status == 2 and "SystemExit" in told
