@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class Engine:
         self.model, self.kv, self.device = model, kv, device
         self.rows = FreeList(kv.page_table.shape[0], "request rows")
         self.pages = FreeList(kv.keys.shape[1] // kv.page_size, "KV pages")
-        self.max_context = kv.page_table.shape[1] * kv.page_size
+        self.max_context = min(kv.page_table.shape[1] * kv.page_size, model.config.max_position)
 
     def check(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
         """Refuses what can never run.
@@ -56,8 +57,8 @@ class Engine:
             )
         vocabulary = self.model.config.vocab_size
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            if limit < 1:
-                raise InputError(f"max_new_tokens must be at least 1, got {limit}")
+            if not isinstance(limit, int) or limit < 1:
+                raise InputError(f"max_new_tokens must be a whole number of at least 1, got {limit!r}")
             if not len(prompt):
                 raise InputError(f"prompt {index} is empty; give at least one token")
             if min(prompt) < 0 or max(prompt) >= vocabulary:
@@ -171,7 +172,8 @@ class Engine:
         Raises:
             InputError: for requests that can never run.
         """
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        each = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
+        limits: list[Any] = list(max_new_tokens) if each else [max_new_tokens] * len(prompts)  # type: ignore[arg-type]
         self.check(prompts, limits)
         requests = [
             Request(i, list(p), limit) for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cglab.engine.engine import Engine
 from cglab.engine.requests import Request
+from cglab.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,12 @@ def steady_decode(engine: Engine, batch: int, context: int, *, seed: int = 0) ->
         seed: of the prompts.
 
     Raises:
-        InputError: if they do not fit the cache.
+        InputError: if they do not fit the cache, or there is no request or no token before the new one.
     """
     generator = torch.Generator().manual_seed(seed)
-    shape = (batch, max(context - 1, 1))
+    if batch < 1 or context < 2:
+        raise InputError(f"a step needs batch >= 1 and context >= 2, got {batch} and {context}")
+    shape = (batch, context - 1)
     prompts = torch.randint(0, engine.model.config.vocab_size, shape, generator=generator).tolist()
     engine.check(prompts, [1] * batch)
     requests = [Request(index, prompt, 1) for index, prompt in enumerate(prompts)]

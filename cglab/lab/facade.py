@@ -59,8 +59,8 @@ class Lab:
         seed: int,
         debug: bool,
     ) -> None:
-        if max_batch < 1:
-            raise InputError(f"max_batch must be at least 1, got {max_batch}")
+        if not isinstance(max_batch, int) or max_batch < 1:
+            raise InputError(f"max_batch must be a whole number of at least 1, got {max_batch!r}")
         rule = sglang_decode if padding else exact_sizes
         self.buckets = bucket_list(max_batch, rule, explicit=buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
@@ -93,8 +93,8 @@ class Lab:
         if mode not in self._runners:
             options = Options(backend=mode, **self._options)  # type: ignore[arg-type]
             runner = DecodeRunner(self.model, self.engine.kv, self.group, self.buckets, options)
-            self._runners[mode] = runner
             runner.capture()
+            self._runners[mode] = runner  # not before: one that was interrupted is captured anew
         return self._runners[mode]
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
@@ -134,7 +134,9 @@ class Lab:
 
     def _workload(self, batch: int | None, context: int | None) -> tuple[int, int]:
         self._require_open()
-        return batch or min(4, self.buckets[-1]), context or min(128, self.max_context)
+        batch = min(4, self.buckets[-1]) if batch is None else batch
+        context = min(128, self.max_context) if context is None else context
+        return batch, context
 
     def describe(self, step: DecodeStep) -> dict[str, Any]:
         """The workload of a step as it is recorded."""

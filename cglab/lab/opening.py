@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from cglab import settings
+from cglab.errors import InputError
 from cglab.lab.facade import Lab
 
 
@@ -40,10 +41,13 @@ def open_lab(
     Raises:
         ModelError: if there is no such model, or it is damaged.
         DeviceError: if the device is not there.
+        InputError: for a dtype that weights cannot have, or no room for a request.
     """
     where = settings.device() if device is None else settings.named_device(str(device))
     if dtype is None:
         dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InputError(f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
     return Lab(
         name or settings.read_settings().model, device=where, dtype=dtype,
         max_batch=max_batch if max_batch is not None else (8 if where.type == "cpu" else 64),

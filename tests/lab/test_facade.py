@@ -166,3 +166,47 @@ def test_bad_options_are_refused_before_anything_is_loaded(options, error, told)
 def test_a_model_that_is_not_there_is_told():
     with pytest.raises(errors.ModelError):
         cglab.open("pico-nothing", device="cpu")
+
+
+def test_a_capture_that_was_interrupted_is_made_by_the_next_call(monkeypatch, lab, prompts):
+    from cglab.runners.decode import DecodeRunner
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with cglab.open("pico-gqa", device="cpu", max_batch=1, max_context=64) as opened:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(DecodeRunner, "capture", interrupted)
+            opened.generate(prompts[:1], 3)
+        found = opened.generate(prompts[:1], 3, stop_at_end=False)
+        assert found.coverage.captured == 2 and opened.memory()["buckets"]["full"]
+
+
+@pytest.mark.parametrize("wrong", [{"batch": 0}, {"batch": -1}, {"context": 0}, {"context": 1}])
+def test_a_workload_of_nothing_is_refused_instead_of_another_one_measured(lab, wrong):
+    with pytest.raises(errors.InputError, match="batch >= 1 and context >= 2"):
+        lab.compare(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": torch.int64}, {"dtype": "bf16"}, {"max_batch": 2.5}])
+def test_a_wrong_type_is_one_clear_error(wrong):
+    with pytest.raises(errors.InputError, match="must be a"):
+        cglab.open("pico-gqa", device="cpu", **wrong)
+
+
+@pytest.mark.parametrize("limit", [2.0, [2.5], "3"])
+def test_a_limit_that_is_no_whole_number_is_refused(lab, limit):
+    with pytest.raises(errors.InputError, match=r"max_new_tokens must be a whole number"):
+        lab.generate([[1, 2]], limit)
+
+
+def test_a_context_between_two_pages_ends_where_the_positions_end(tmp_path, root):
+    source = root / "data/models/pico-gqa"
+    config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    with cglab.open(tmp_path, device="cpu", max_batch=1) as opened:
+        assert opened.max_context == 100
+        assert len(opened.generate([[1] * 97], 3, stop_at_end=False).tokens[0]) == 3
+        with pytest.raises(errors.InputError, match="do not fit"):
+            opened.generate([[1] * 98], 3)
