@@ -97,7 +97,8 @@ class Backend(ABC):
     def capture_session(self) -> Iterator[None]:
         """Around the loop over shapes: the pool is taken and the garbage collector waits.
 
-        Random generators keep their state, so that a first call that captures draws what eager would.
+        Default random generators keep their state, so that a first call that captures draws what eager would; a
+        generator of the user's own is advanced by warm-ups and checks.
         """
         gc.collect()
         collecting = gc.isenabled()

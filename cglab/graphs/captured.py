@@ -21,6 +21,7 @@ from cglab.errors import ClosedError, OutputStructureError, PoolBusyError
 from cglab.graphs.address import AddressContract
 from cglab.graphs.backends import BACKENDS, CaptureCost, check_backend
 from cglab.graphs.breaks import capturing
+from cglab.graphs.buffers import SharedBuffers, StaticBuffers
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.dispatch import choose_bucket, live_size
 from cglab.graphs.keys import ShapeKey
@@ -29,7 +30,7 @@ from cglab.graphs.outputs import LiveView, Stored
 from cglab.graphs.recorder import Pool, Recorder
 from cglab.graphs.recorders import recorder_for
 from cglab.graphs.recordings import Prepare, Recordings
-from cglab.graphs.slots import Padding, SharedBuffers, Slot, StaticBuffers
+from cglab.graphs.slots import Padding, Slot
 
 _alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 

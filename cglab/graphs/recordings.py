@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_flatten
 from cglab.errors import CaptureError, CaptureMemoryError
 from cglab.graphs.backends import BACKENDS, CaptureCost
 from cglab.graphs.breaks import BreakCall
+from cglab.graphs.buffers import StaticBuffers
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.options import CaptureFailedWarning, Options
 from cglab.graphs.outputs import Stored, rows_per_size
 from cglab.graphs.recorder import Pool, Recorder, Segment
 from cglab.graphs.selfcheck import self_check
-from cglab.graphs.slots import StaticBuffers
 
 Prepare = Callable[[dict[str, Tensor]], None]
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from cglab.errors import ToggleError
+from cglab.graphs.buffers import StaticBuffers
 from cglab.graphs.captured import Captured
-from cglab.graphs.slots import Slot, StaticBuffers
+from cglab.graphs.slots import Slot
 from cglab.runners.decode import DecodeRunner
 
 PLANTS: Mapping[str, str] = {

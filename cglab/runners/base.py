@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from cglab.graphs.address import AddressContract
+from cglab.graphs.buffers import SharedBuffers
 from cglab.graphs.captured import Captured
 from cglab.graphs.coverage import Coverage, Miss
 from cglab.graphs.options import Options
 from cglab.graphs.recorder import Pool, Recorder
 from cglab.graphs.recorders import recorder_for
-from cglab.graphs.slots import SharedBuffers, Slot
+from cglab.graphs.slots import Slot
 from cglab.models.attention import LiveRows
 
 

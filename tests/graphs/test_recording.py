@@ -614,3 +614,13 @@ def test_lazily_conjugated_and_negated_views_are_recorded_as_they_are_seen(devic
         for x in (torch.tensor([1j, 2j], device=device), torch.tensor([3.0, 4j], device=device)):
             for got, want in zip(captured(x=x), step(x), strict=True):
                 assert torch.equal(got, want)
+
+
+def test_a_step_that_returns_the_state_it_writes_passes_the_self_check(device):
+    state = torch.zeros(2, device=device)
+    with cglab.capture(
+        lambda x: state.add_(x), slots={"x": cglab.Slot()}, buckets=(2,), strict=True, self_check=True
+    ) as captured:
+        for count in (1, 2, 3):
+            assert captured(x=torch.ones(2, device=device)).tolist() == [count] * 2
+    assert state.tolist() == [3, 3]

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import cglab
 from cglab.errors import SlotError
-from cglab.graphs.slots import Padding, SharedBuffers, Slot, StaticBuffers
+from cglab.graphs.buffers import SharedBuffers, StaticBuffers
+from cglab.graphs.slots import Padding, Slot
 
 INT = torch.int64
 
@@ -359,3 +360,15 @@ def test_b25_a_first_call_that_fills_a_ragged_slot_in_part_captures(device):
     step = cglab.capture(lambda x, t: x + t.sum(), slots={"x": Slot(), "t": table}, buckets=(4,))
     assert step(x=torch.ones(4, device=device), t=torch.ones(3, device=device)).tolist() == [4] * 4
     assert step.coverage().captured == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shape": (4, 8)}, {"shape": (8, -1)}, {"shape": (-1, -1)}, {"shape": (-1,), "axis": 5}, {"width": 0},
+        {"shape": (-1,), "axis": None}, {"pad": None}, {"pad": "zero"},
+    ],
+)  # fmt: skip
+def test_p22_a_declaration_that_cannot_hold_is_refused_when_it_is_made(wrong):
+    with pytest.raises(SlotError, match="a slot"):
+        Slot(**wrong)
