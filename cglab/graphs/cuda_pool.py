@@ -24,7 +24,8 @@ class CudaPool(Pool):
 
     def _captured_nothing(self) -> torch.cuda.CUDAGraph:
         """An empty graph of the pool: the allocators, of the device and of pinned memory, refuse to capture into a
-        pool again once its last graph is gone, so one stays for as long as the pool lives."""
+        pool again once its last graph is gone, so one stays for as long as the pool lives.
+        """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with warnings.catch_warnings(), torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()):
             warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")

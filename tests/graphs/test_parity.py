@@ -162,7 +162,9 @@ def check(device, backend, padding, names, sizes, data_seed):
                 with torch.no_grad():
                     expected = function(**values)
             assert all(map(same_bits, got, expected)), f"step {number}, {rows} rows, bucket {bucket}"
-            assert same_bits(zoo.cache[1:], after[1:]), f"state after step {number}, {rows} rows, bucket {bucket}"
+            assert same_bits(zoo.cache[1:], after[1:]), (
+                f"state after step {number}, {rows} rows, bucket {bucket}"
+            )
             if set(names) <= ROW_WISE:
                 with torch.no_grad():
                     live = function(**values)
