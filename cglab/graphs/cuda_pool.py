@@ -23,11 +23,16 @@ class CudaPool(Pool):
         self._ranges_at = -1
 
     def _captured_nothing(self) -> torch.cuda.CUDAGraph:
-        """An empty graph of the pool: the allocators, of the device and of pinned memory, refuse to capture into a
-        pool again once its last graph is gone, so one stays for as long as the pool lives.
+        """An empty graph of the pool, kept for as long as the pool lives.
+
+        The allocators of device memory and of pinned memory refuse to capture into a pool whose last graph is gone.
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with warnings.catch_warnings(), torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()):
+        with (
+            warnings.catch_warnings(),
+            torch.cuda.device(self.device),
+            torch.cuda.stream(torch.cuda.Stream()),
+        ):
             warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
             graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             graph.capture_end()
