@@ -40,25 +40,33 @@ class Engine:
         self.pages = FreeList(kv.keys.shape[1] // kv.page_size, "KV pages")
         self.max_context = kv.page_table.shape[1] * kv.page_size
 
-    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
         """Refuses what can never run.
+
+        Args:
+            prompts: token ids.
+            limits: most new tokens of each.
 
         Raises:
             InputError: for an empty prompt, unknown token ids, or a request longer than the cache.
         """
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if len(limits) != len(prompts):
+            raise InputError(
+                f"{len(limits)} limits for {len(prompts)} prompts; give one for each, or one for all"
+            )
         vocabulary = self.model.config.vocab_size
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            if limit < 1:
+                raise InputError(f"max_new_tokens must be at least 1, got {limit}")
             if not len(prompt):
                 raise InputError(f"prompt {index} is empty; give at least one token")
             if min(prompt) < 0 or max(prompt) >= vocabulary:
                 raise InputError(f"prompt {index} has token ids outside of 0 to {vocabulary - 1}")
-            total = len(prompt) + max_new_tokens
+            total = len(prompt) + limit
             room = min(self.max_context, self.pages.total * self.kv.page_size)
             if total > room:
                 raise InputError(
-                    f"prompt {index} has {len(prompt)} tokens and may add {max_new_tokens}: {total} do not fit "
+                    f"prompt {index} has {len(prompt)} tokens and may add {limit}: {total} do not fit "
                     f"into a context of {room}; shorten it, or open the lab with a larger max_context"
                 )
 
@@ -164,12 +172,7 @@ class Engine:
             InputError: for requests that can never run.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        if len(limits) != len(prompts):
-            raise InputError(
-                f"{len(limits)} limits for {len(prompts)} prompts; give one for each, or one for all"
-            )
-        for prompt, limit in zip(prompts, limits, strict=True):
-            self.check([prompt], limit)
+        self.check(prompts, limits)
         requests = [
             Request(i, list(p), limit) for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))
         ]

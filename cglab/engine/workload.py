@@ -47,7 +47,7 @@ def steady_decode(engine: Engine, batch: int, context: int, *, seed: int = 0) ->
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, max(context - 1, 1))
     prompts = torch.randint(0, engine.model.config.vocab_size, shape, generator=generator).tolist()
-    engine.check(prompts, 1)
+    engine.check(prompts, [1] * batch)
     requests = [Request(index, prompt, 1) for index, prompt in enumerate(prompts)]
     try:
         for request in requests:

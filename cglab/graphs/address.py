@@ -8,6 +8,7 @@ replay; a change in place stays valid, a move fails closed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import getitem
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ class AddressContract:
         self._keys: list[str] = []
         self._held: list[Tensor] = []
         self._expected: list[int] = []
+        self._parents: list[str] = []
+        self._children: list[dict[str, nn.Module | None]] = []
+        self._expected_children: list[dict[str, nn.Module | None]] = []
         for name, item in (watched or {}).items():
             self.watch(name, item)
 
@@ -41,6 +45,10 @@ class AddressContract:
         """Adds a tensor, a getter, or every parameter and buffer of a module."""
         if isinstance(item, nn.Module):
             for prefix, module in item.named_modules(prefix=name):
+                if module._modules:  # a child that is replaced leaves its old tensors where they were
+                    self._parents.append(prefix)
+                    self._children.append(module._modules)
+                    self._expected_children.append(dict(module._modules))
                 for table in (module._parameters, module._buffers):
                     for key, tensor in table.items():
                         if tensor is not None:
@@ -67,16 +75,21 @@ class AddressContract:
             AddressError: naming the tensors that moved.
         """
         try:
-            now = list(map(Tensor.data_ptr, map(dict.__getitem__, self._tables, self._keys)))
+            now = list(map(Tensor.data_ptr, map(getitem, self._tables, self._keys)))
         except (KeyError, TypeError):
             now = [
                 0 if (t := table.get(key)) is None else t.data_ptr()
                 for table, key in zip(self._tables, self._keys, strict=True)
             ]
-        if now != self._expected:
+        if now != self._expected or self._children != self._expected_children:
             moved = [
                 name for name, old, new in zip(self._names, self._expected, now, strict=True) if old != new
             ]
+            families = zip(self._parents, self._expected_children, self._children, strict=True)
+            moved += [
+                f"{parent}.{child}" for parent, old, new in families for child in old | new
+                if old.get(child) is not new.get(child)
+            ]  # fmt: skip
             shown = ", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
             raise AddressError(
                 f"memory that the recording reads has moved: {shown}. Copy new values in place "
@@ -85,7 +98,10 @@ class AddressContract:
 
     def clear(self) -> None:
         """Lets go of everything."""
-        for held in (self._names, self._tables, self._keys, self._held, self._expected):
+        for held in (
+            self._names, self._tables, self._keys, self._held, self._expected,
+            self._parents, self._children, self._expected_children,
+        ):  # fmt: skip
             held.clear()
 
 

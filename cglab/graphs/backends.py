@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch.random import fork_rng
+
 from cglab.errors import EmptyCaptureError, ToggleError
 from cglab.graphs.breaks import Aside, BreakCall, Inline, Refuse, Split, Stage, staged
 from cglab.graphs.keys import ShapeKey, require_key
@@ -93,12 +95,19 @@ class Backend(ABC):
 
     @contextmanager
     def capture_session(self) -> Iterator[None]:
-        """Around the loop over shapes: the pool is taken, the garbage collector waits."""
+        """Around the loop over shapes: the pool is taken and the garbage collector waits.
+
+        Random generators keep their state, so that a first call that captures draws what eager would.
+        """
         gc.collect()
         collecting = gc.isenabled()
         gc.disable()
         try:
-            with self.pool.in_use(f"a {self.name} capture"):
+            device = self.recorder.device
+            with (
+                self.pool.in_use(f"a {self.name} capture"),
+                fork_rng([device] if device.type == "cuda" else []),
+            ):
                 yield
         finally:
             if collecting:

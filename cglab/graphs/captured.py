@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from cglab.errors import ClosedError, PoolBusyError
+from cglab.errors import ClosedError, OutputStructureError, PoolBusyError
 from cglab.graphs.address import AddressContract
 from cglab.graphs.backends import BACKENDS, CaptureCost, check_backend
 from cglab.graphs.breaks import capturing
@@ -27,14 +27,15 @@ from cglab.graphs.dispatch import choose_bucket, live_size
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.options import MANY_SHAPES, ManyShapesWarning, Options
 from cglab.graphs.outputs import LiveView, Stored
-from cglab.graphs.recorder import Pool, Recorder, recorder_for
+from cglab.graphs.recorder import Pool, Recorder
+from cglab.graphs.recorders import recorder_for
 from cglab.graphs.recordings import Prepare, Recordings
 from cglab.graphs.slots import Padding, SharedBuffers, Slot, StaticBuffers
 
 _alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 
 
-@dataclass
+@dataclass(eq=False)
 class Captured:
     """One step, captured at several sizes.
 
@@ -45,7 +46,7 @@ class Captured:
         buckets: sizes to capture.
         device: where the step runs.
         options: how it is captured.
-        recorder, pool, shared: given by a runner that shares them with others; otherwise its own.
+        recorder, pool, shared: of a group of runners; otherwise its own.
         contract: addresses that must not move.
         variant: part of every key (P2).
     """
@@ -83,9 +84,6 @@ class Captured:
         self._eager_sizes: set[int] = set()
         self._closed = False
         _alive.add(self)
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
 
     @property
     def recordings(self) -> Recordings:
@@ -183,10 +181,19 @@ class Captured:
         return self.recordings.replay(key)
 
     def trim(self, output: Stored, live: int, size: int) -> Any:
-        """The output with padded rows cut off (B32)."""
-        rule = None if live == size else self.recordings.rows
+        """The output with padded rows cut off (B32).
+
+        Raises:
+            OutputStructureError: if there are padded rows and nothing tells which rows of the output they are.
+        """
         leaves = list(output.leaves)
-        if rule is not None:
+        if live != size:
+            rule = self.recordings.rows
+            if rule is None:
+                raise OutputStructureError(
+                    f"{self.name} ran {live} rows padded to {size}, and how its output grows is not known",
+                    advice="capture at least two sizes, or call it with exactly the captured size",
+                )
             leaves = [leaf if n is None else leaf[: live * n] for leaf, n in zip(leaves, rule, strict=True)]
         tree = tree_unflatten(leaves, output.structure)
         if self.options.clone:
@@ -227,10 +234,10 @@ class Captured:
                     ),
                     stacklevel=3,
                 )
-        missing = {name: None for name in self.slots if name not in values}
-        kept = {n: self.buffers.view(live, [n])[n] for n in missing if self.slots[n].pad is Padding.KEEP}
+        absent = self.slots.keys() - values.keys()
+        kept = self.buffers.view(live, [name for name in absent if self.slots[name].pad is Padding.KEEP])
         with torch.no_grad():
-            return self.function(**values, **{**missing, **kept})
+            return self.function(**{**dict.fromkeys(absent), **values, **kept})
 
     def run_padded_eager(self, values: Mapping[str, Tensor | None], live: int, size: int) -> Any:
         """Oracle 1: the same function, eager, over the same padded static buffers; untrimmed views trimmed alike."""

@@ -17,6 +17,11 @@ class CudaPool(Pool):
         super().__init__()
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
+        # Held once for as long as the pool lives: a pool whose last graph was dropped cannot be captured into again.
+        index = device.index or 0
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
+        torch._C._cuda_endAllocateToPool(index, self.handle)
+        self._held = True
         self._ranges: list[tuple[int, int]] = []
         self._ranges_at = -1
 
@@ -56,5 +61,8 @@ class CudaPool(Pool):
 
     def close(self) -> None:
         """Returns the pool's segments to the driver once no recording holds them."""
+        if self._held:
+            torch._C._cuda_releasePool(self.device.index or 0, self.handle)
+            self._held = False
         gc.collect()
         torch.cuda.empty_cache()

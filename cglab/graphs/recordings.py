@@ -87,7 +87,7 @@ class Recordings:
                 if not isinstance(error, CaptureMemoryError):  # the same function fails at every size
                     self.failures = {self.key(rest): str(error) for rest in buckets} | self.failures
                     break
-        self.rows = self._trim_rule()
+            self.rows = self._trim_rule()
 
     def _capture_bucket(self, size: int, prepare: Prepare | None) -> CaptureError | None:
         key, views = self.key(size), self._buffers.view(size, self.present)
@@ -129,7 +129,10 @@ class Recordings:
         if len(keys) == 1 and keys[0].size > 1:  # one size cannot tell rows from coincidence: ask another
             smaller = keys[0].size - 1
             step = self.step_over(self._buffers.view(smaller, self.present))
-            shapes[self.key(smaller)] = _shapes(tree_flatten(self._recorder.shape_of(step))[0])
+            try:
+                shapes[self.key(smaller)] = _shapes(tree_flatten(self._recorder.shape_of(step))[0])
+            except CaptureError:
+                return None  # the function runs at this one size only: see Captured.trim
         if len(shapes) == 1:
             return [None] * len(next(iter(shapes.values())))  # a single bucket of one row is never padded
         return rows_per_size(shapes)

@@ -250,6 +250,10 @@ class StaticBuffers:
         for targets, sources in copies.values():  # one grouped copy for each kind of source (P23)
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
+    def close(self) -> None:
+        """Lets go of the buffers; shared ones stay with whoever else uses them."""
+        self._buffers.clear()
+
     def poison(self, live: int, size: int) -> list[str]:
         """Fills every tail that a policy leaves open with NaN or an extreme value; for tests.
 

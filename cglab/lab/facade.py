@@ -107,9 +107,8 @@ class Lab:
 
     def sample_prompts(self, count: int = 2) -> list[Any]:
         """Prompts that this model can take: code where it has a tokenizer, token ids otherwise."""
-        return list(
-            sample_prompts(count, vocabulary=self.config.vocab_size, has_text=self.tokenizer is not None)
-        )
+        has_text = self.tokenizer is not None
+        return sample_prompts(count, vocabulary=self.config.vocab_size, has_text=has_text)
 
     def generate(
         self,
@@ -128,12 +127,10 @@ class Lab:
         Raises:
             InputError: for a prompt that can never run.
         """
-        self._require_open()
+        runner = self.runner()
         stops = self.config.eos_token_ids if stop_at_end else ()
         decode = self.tokenizer.decode if self.tokenizer is not None else None
-        return self.engine.generate(
-            self.encode(prompts), max_new_tokens, self.runner(), stops=stops, decode=decode
-        )
+        return self.engine.generate(self.encode(prompts), max_new_tokens, runner, stops=stops, decode=decode)
 
     def _workload(self, batch: int | None, context: int | None) -> tuple[int, int]:
         self._require_open()
@@ -189,13 +186,11 @@ class Lab:
 
     def sweep(
         self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
-        batches: Sequence[int] | None = None, *, repeats: int = 5, **options: Any,
+        batches: Sequence[int] | None = None, **options: Any,
     ) -> Sweep:  # fmt: skip
         """``compare`` at several batch sizes, every bucket by default; ``options`` are those of ``compare``."""
         sizes = batches or self.buckets
-        return Sweep(
-            tuple(self.compare(name, arms, batch=size, repeats=repeats, **options) for size in sizes)
-        )
+        return Sweep(tuple(self.compare(name, arms, batch=size, **options) for size in sizes))
 
     def _timed(self, runner: DecodeRunner, step: DecodeStep) -> Callable[[], float]:
         clock, run = clock_for(self.device, "wall"), partial(runner.run, step.live, **step.inputs)
@@ -205,8 +200,11 @@ class Lab:
         """One captured step against the same step run eager at the padded size (oracle 1), tokens and logits."""
         runner = self.runner(mode)
         tokens, logits = (t.clone() for t in runner.run(step.live, **step.inputs))
-        size = next((s for s in runner.captured.captured_sizes if s >= step.live), step.live)
-        want_tokens, want_logits = runner.run_padded_eager(step.live, size, **step.inputs)
+        size = runner.captured.pad(step.live)
+        if size in runner.captured.captured_sizes:
+            want_tokens, want_logits = runner.run_padded_eager(step.live, size, **step.inputs)
+        else:  # it ran eager, at its live size
+            want_tokens, want_logits = runner.run_live_eager(step.live, **step.inputs)
         same_ids = compare_tokens(tokens.unsqueeze(-1).tolist(), want_tokens.unsqueeze(-1).tolist())
         return worst([compare_logits(logits, want_logits), same_ids])
 

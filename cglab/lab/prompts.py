@@ -28,7 +28,7 @@ TEXTS = (
 LENGTH = 12
 
 
-def sample_prompts(count: int, *, vocabulary: int, has_text: bool) -> list[str] | list[Sequence[int]]:
+def sample_prompts(count: int, *, vocabulary: int, has_text: bool) -> list[Any]:
     """The first ``count`` sample prompts.
 
     Args:
@@ -39,8 +39,7 @@ def sample_prompts(count: int, *, vocabulary: int, has_text: bool) -> list[str] 
     if has_text:
         return list(islice(cycle(TEXTS), count))
     generator = torch.Generator().manual_seed(0)
-    ids: list[Sequence[int]] = torch.randint(0, vocabulary, (count, LENGTH), generator=generator).tolist()
-    return ids
+    return torch.randint(0, vocabulary, (count, LENGTH), generator=generator).tolist()
 
 
 def encode(prompts: Prompts, tokenizer: Tokenizer | None, model: str) -> list[list[int]]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cglab.lab.tables import rows
 from cglab.lab.profiles import results_folder
+from cglab.lab.tables import rows
 from cglab.lab.views import draw
 from cglab.measure.record import Record
 from cglab.measure.records import load

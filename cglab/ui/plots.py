@@ -34,6 +34,9 @@ __all__ = [
 PATTERNS = ("", "/", "x", ".", "-", "+")
 """Fillings of the reasons for eager steps, so that they need no colour."""
 
+FACTS = ["bucket", "parity", "captured", "reasons"]
+"""What hovering over a point of a sweep says beside its time."""
+
 
 def comparison(result: Comparison) -> go.Figure:
     """Median step time of each arm with its 95 % interval; parity and coverage beside the name."""
@@ -70,17 +73,18 @@ def batch_sweep(frame: pandas.DataFrame, title: str, note: str = "") -> go.Figur
         title: of the figure.
         note: how far it may be trusted.
     """
-    made = figure(title, note, height=400)
+    missed = frame["captured"].str.startswith("0/") & ~frame["arm"].isin(["eager", "off"])
+    hollow = "Hollow: a captured arm whose step ran eager." if missed.any() else ""
+    made = figure(title, f"{note} {hollow}".strip(), height=400)
     for arm, rows in frame.groupby("arm", sort=False):
-        eager = rows["captured"].str.startswith("0/") & (arm not in ("eager", "off"))
         made.add_scatter(
             x=rows["batch"].tolist(), y=rows["median_ms"].tolist(), name=str(arm), mode="lines+markers",
             line={"color": colour(str(arm)), "width": 2},
-            marker={"size": 9, "color": ["#FFFFFF" if hollow else colour(str(arm)) for hollow in eager],
+            marker={"size": 9, "color": ["#FFFFFF" if eager else colour(str(arm)) for eager in missed[rows.index]],
                     "line": {"width": 2, "color": colour(str(arm))}},
             error_y={"array": (rows["high_ms"] - rows["median_ms"]).tolist(), "thickness": 1, "width": 3,
                      "arrayminus": (rows["median_ms"] - rows["low_ms"]).tolist()},
-            customdata=rows[["bucket", "parity", "captured", "reasons"]].fillna("none").astype(str).to_numpy().tolist(),
+            customdata=rows[FACTS].astype(object).fillna("none").to_numpy().tolist(),
             hovertemplate="batch %{x}, bucket %{customdata[0]}: %{y:.4g} ms<br>parity %{customdata[1]}, captured "
             "%{customdata[2]} %{customdata[3]}",
         )  # fmt: skip
@@ -158,6 +162,7 @@ def recorded_decode(recorded: Recorded) -> go.Figure:
     models = list(dict.fromkeys(frame["model"]))
     made = figure(f"Decode step on {recorded.device}", f"{recorded.note}", height=420, barmode="group")
     made.set_subplots(1, len(models), subplot_titles=models, horizontal_spacing=0.08)
+    made.update_layout(margin_t=104)
     shown: set[str] = set()
     for column, model in enumerate(models, 1):
         panel = frame[frame["model"] == model].sort_values("batch", kind="stable")
@@ -176,7 +181,7 @@ def recorded_decode(recorded: Recorded) -> go.Figure:
             made.add_scatter(
                 x=[str(batch) for batch in floor.index], y=floor.tolist(), row=1, col=column, mode="markers",
                 name="floor", legendgroup="floor", showlegend="floor" not in shown,
-                marker={"symbol": "line-ew", "size": 46, "line": {"width": 2, "color": INK}},
+                marker={"symbol": "line-ew", "size": 60, "line": {"width": 2, "color": INK}},
                 hovertemplate="floor %{y:.4g} ms<extra></extra>",
             )  # fmt: skip
             shown.add("floor")

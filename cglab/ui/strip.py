@@ -131,7 +131,9 @@ class Strip(ipywidgets.VBox):  # type: ignore[misc]
         self.plot = ipywidgets.Output()
         controls = ipywidgets.HBox([self.mode, self.batch, self.start], layout={"flex_flow": "row wrap"})
         super().__init__([controls, self.status, self.error, self.table, self.plot])
-        traitlets.link((self.state, "requested"), (self.mode, "value"))
+        # Two ways, each on its own: a traitlets.link is deaf while it passes a value on, and so to the flip back.
+        traitlets.dlink((self.state, "requested"), (self.mode, "value"))
+        traitlets.dlink((self.mode, "value"), (self.state, "requested"))
         traitlets.link((self.state, "batch"), (self.batch, "value"))
         for control in (self.mode, self.batch, self.start):
             traitlets.dlink((self.state, "running"), (control, "disabled"))
@@ -210,7 +212,7 @@ _strips: weakref.WeakKeyDictionary[Lab, Strip] = weakref.WeakKeyDictionary()
 
 
 def lab_strip(lab: Lab, **options: Any) -> Strip:
-    """A strip on a lab. A cell that is run again gets a new one, and the earlier one is closed.
+    """A strip on a lab. A cell that is run again gets a new one; the earlier one is closed, as when the lab goes.
 
     Args:
         lab: an open lab.
@@ -220,4 +222,5 @@ def lab_strip(lab: Lab, **options: Any) -> Strip:
     if earlier is not None:
         earlier.close()
     strip = _strips[lab] = Strip(LabWorker(lab), **options)
+    weakref.finalize(lab, strip.close).atexit = False
     return strip

@@ -13,7 +13,7 @@ from zlib import crc32
 import plotly.graph_objects as go
 import plotly.io as pio
 
-GREY, INK, PALE = "#8C8C8C", "#2A2A2A", "#D9D9D9"
+GREY, INK, PALE = "#A6A6A6", "#2A2A2A", "#D9D9D9"
 COLOURS = {
     "eager": GREY,
     "off": GREY,

@@ -1,13 +1,12 @@
 """The timeline: one step of each arm on one time axis, host launches above the device's streams.
 
-A step of a large model has thousands of events, and a browser draws some hundreds of bars well. So a crowded lane
-is drawn at the resolution of the picture: events whose distance nobody could see become one bar, whose label says
-how many they are. A window draws part of the step, and there every event again.
+A step of a large model has thousands of events, and a browser draws some hundreds of bars well. Joining close events
+into one bar would hide the very gaps that a graph closes. So a crowded lane is cut into slices of time, and the
+height of a slice is the share of it that was busy. A window draws part of the step, and there every event again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,56 +14,79 @@ from typing import Any
 import plotly.graph_objects as go
 
 from cglab.lab.comparison import Profile
+from cglab.measure.intervals import union
 from cglab.measure.trace import Trace
 from cglab.ui.style import colour, empty, faded, figure
 
 MOST_BARS = 400
-"""Bars of a lane that are drawn one by one."""
+"""Events of a lane that are drawn one by one."""
 
-PIXELS = 1000
-"""Width of the picture: what is closer than a pixel is drawn as one bar."""
+SLICES = 240
+"""Slices of a lane that has more."""
+
+LANE = 0.7
+"""Height of a bar, of the distance between two lanes."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One event, or several that lie within a pixel of each other; microseconds from the start of the step."""
+    """One event, or one slice of time; microseconds from the start of the step.
+
+    Attributes:
+        start, end: place in time.
+        busy: share of that time, 0 to 1.
+        label: what hovering says.
+    """
 
     start: float
     end: float
+    busy: float
     label: str
 
 
-def merged(rows: Sequence[Row], resolution: float) -> list[Bar]:
-    """Joins neighbours of one lane that are less than ``resolution`` microseconds apart.
+def end_of(row: Row) -> float:
+    """When an event ended, in microseconds from the start of the step."""
+    return float(row["start_us"] + row["duration_us"])
+
+
+def single_bars(rows: Sequence[Row]) -> list[Bar]:
+    """One bar an event."""
+    return [
+        Bar(row["start_us"], end_of(row), 1.0, f"{short(row['name'])}: {row['duration_us']:.1f} µs")
+        for row in rows
+    ]
+
+
+def sliced_bars(rows: Sequence[Row], low: float, high: float, slices: int = SLICES) -> list[Bar]:
+    """One bar a slice of time in which anything ran.
 
     Args:
-        rows: of one lane, as ``Trace.rows`` gives them.
-        resolution: in microseconds; 0 joins nothing.
+        rows: events of one lane.
+        low, high: what is cut, in microseconds.
+        slices: into how many.
     """
-    groups: list[list[Row]] = []
-    end = 0.0
-    for row in sorted(rows, key=lambda each: each["start_us"]):
-        stop = row["start_us"] + row["duration_us"]
-        if groups and row["start_us"] - end < resolution:
-            groups[-1].append(row)
-            end = max(end, stop)
-        else:
-            groups.append([row])
-            end = stop
-    return [_bar(group) for group in groups]
+    width = (high - low) / slices
+    busy, started = [0.0] * slices, [0] * slices
 
+    def slice_of(time: float) -> int:
+        return min(max(int((time - low) / width), 0), slices - 1)
 
-def _bar(group: list[Row]) -> Bar:
-    start, end = group[0]["start_us"], max(row["start_us"] + row["duration_us"] for row in group)
-    inside = sum(row["duration_us"] for row in group)
-    if len(group) == 1:
-        return Bar(start, end, f"{short(group[0]['name'])}: {inside:.1f} µs")
-    name, times = Counter(row["name"] for row in group).most_common(1)[0]
-    return Bar(
-        start, end, f"{len(group)} events, {inside:.1f} µs in all<br>most often {short(name)} ({times} times)"
-    )
+    for row in rows:
+        started[slice_of(row["start_us"])] += 1
+    for start, end in union((max(row["start_us"], low), min(end_of(row), high)) for row in rows):
+        for index in range(slice_of(start), slice_of(end) + 1):
+            left = low + index * width
+            busy[index] += max(min(end, left + width) - max(start, left), 0.0)
+    return [
+        Bar(
+            low + index * width, low + (index + 1) * width, min(time / width, 1.0),
+            f"{started[index]} events start in these {width:.1f} µs<br>busy {time / width:.0%}",
+        )
+        for index, time in enumerate(busy)
+        if time > 0
+    ]  # fmt: skip
 
 
 def short(name: str, most: int = 70) -> str:
@@ -78,21 +100,15 @@ def lanes(trace: Trace, step: int) -> dict[str, list[Row]]:
 
     A trace without device records has host operations only.
     """
-    rows = trace.rows(step)
-    kinds = {"operation"} if not trace.reliable else {row["kind"] for row in rows} - {"operation"}
-    found: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda each: (not each["lane"].startswith("launches"), each["lane"])):
-        if row["kind"] in kinds:
-            found.setdefault(row["lane"], []).append(row)
-    host = [lane for lane in found if not lane.startswith("stream")]
     what = "launches" if trace.reliable else "operations"
-
-    def renamed(lane: str) -> str:
-        if lane not in host:
-            return f"device: {lane}"
-        return f"host: {what}" if len(host) == 1 else f"host {host.index(lane) + 1}: {what}"
-
-    return {renamed(lane): events for lane, events in found.items()}
+    rows = [row for row in trace.rows(step) if trace.reliable != (row["kind"] == "operation")]
+    host = sorted({row["lane"] for row in rows if not row["lane"].startswith("stream")})
+    streams = sorted({row["lane"] for row in rows} - set(host))
+    names = {lane: f"host {number}: {what}" for number, lane in enumerate(host, 1)}
+    if len(host) == 1:
+        names = {host[0]: f"host: {what}"}
+    names |= {lane: f"device: {lane}" for lane in streams}
+    return {name: [row for row in rows if row["lane"] == lane] for lane, name in names.items()}
 
 
 def timeline(profile: Profile, *, window_us: tuple[float, float] | None = None) -> go.Figure:
@@ -107,50 +123,48 @@ def timeline(profile: Profile, *, window_us: tuple[float, float] | None = None) 
             "Timeline: none recorded yet", "lab.profile(save=folder) on a machine with a GPU records one"
         )
     steps = {arm: lanes(trace, trace.steps - 1) for arm, trace in profile.traces.items()}
-    ends = [
-        row["start_us"] + row["duration_us"]
-        for step in steps.values()
-        for rows in step.values()
-        for row in rows
-    ]
+    ends = [end_of(row) for step in steps.values() for rows in step.values() for row in rows]
     low, high = window_us or (0.0, max(ends, default=1.0))
-    made = figure(*_heading(profile), height=150 + 62 * sum(map(len, steps.values())))
+    title, note = heading(profile)
+    made = figure(title, note, height=150 + 62 * sum(map(len, steps.values())))
     names: list[str] = []
     for arm, step in steps.items():
         for lane, rows in step.items():
-            visible = [r for r in rows if r["start_us"] < high and r["start_us"] + r["duration_us"] > low]
-            bars = merged(visible, (high - low) / PIXELS if len(visible) > MOST_BARS else 0.0)
-            names.append(f"<b>{arm}</b>, {lane}<br>{len(visible)} events")
-            host = lane.startswith("host") and profile.traces[arm].reliable
+            visible = [row for row in rows if row["start_us"] < high and end_of(row) > low]
+            crowded = len(visible) > MOST_BARS
+            bars = sliced_bars(visible, low, high) if crowded else single_bars(visible)
+            count = f"{len(visible)} event{'s' * (len(visible) != 1)}" + ", height: share busy" * crowded
+            names.append(f"<b>{arm}</b>, {lane}<br>{count}")
+            pale = lane.startswith("host") and profile.traces[arm].reliable
             made.add_bar(
                 base=[round(bar.start, 2) for bar in bars], x=[round(bar.end - bar.start, 2) for bar in bars],
-                y=[names[-1]] * len(bars), orientation="h", name=f"{arm}, {lane}", width=0.7,
-                marker={"color": faded(colour(arm), 0.55) if host else colour(arm), "line": {"width": 0}},
+                y=[names[-1]] * len(bars), orientation="h", name=f"{arm}, {lane}",
+                # From the lower edge of the lane upwards; the axis runs downwards.
+                width=[round(LANE * bar.busy, 3) for bar in bars],
+                offset=[round(LANE / 2 - LANE * bar.busy, 3) for bar in bars],
+                marker={"color": faded(colour(arm), 0.6) if pale else colour(arm), "line": {"width": 0}},
                 hovertext=[bar.label for bar in bars],
                 hovertemplate="%{hovertext}<br>from %{base:.1f} µs<extra></extra>",
             )  # fmt: skip
     made.update_xaxes(
-        title_text="time from the start of the step (µs)",
-        range=[low, high],
-        separatethousands=True,
-        exponentformat="none",
-    )
+        title_text="time from the start of the step (µs)", range=[low, high],
+        separatethousands=True, exponentformat="none",
+    )  # fmt: skip
     made.update_yaxes(
         categoryorder="array", categoryarray=names, autorange="reversed", showgrid=False, ticks=""
     )
     return made.update_layout(showlegend=False, barmode="overlay", margin_b=48)
 
 
-def _heading(profile: Profile) -> tuple[str, str]:
-    """Title and note: without device records, that comes first."""
-    reliable = all(trace.reliable for trace in profile.traces.values())
+def heading(profile: Profile) -> tuple[str, str]:
+    """Title and note; that there are no device records is said in the title."""
     parts = []
     for arm, trace in profile.traces.items():
         figures = trace.as_dict()
         text = f"{arm}: {figures['wall_us'] / 1e3:.2f} ms under the profiler"
         if trace.reliable:
-            text += f", {figures['launches']:.0f} launches, device busy {figures['busy_us'] / 1e3:.2f} ms"
+            text += f", launches: {figures['launches']:.0f}, device busy {figures['busy_us'] / 1e3:.2f} ms"
         parts.append(text)
-    if reliable:
+    if all(trace.reliable for trace in profile.traces.values()):
         return profile.title, "; ".join(parts)
     return f"{profile.title}: host operations only, no device records", "CPU trace. " + "; ".join(parts)

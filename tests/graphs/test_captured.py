@@ -19,8 +19,8 @@ from cglab.errors import (
     StaleOutputError,
     ToggleError,
 )  # fmt: skip
-from cglab.graphs.options import CaptureFailedWarning, ManyShapesWarning
 from cglab.graphs.coverage import Reason
+from cglab.graphs.options import CaptureFailedWarning, ManyShapesWarning
 
 X = {"x": cglab.Slot(pad=0.0)}
 
@@ -426,3 +426,15 @@ def test_memory_has_one_line_for_each_bucket(device):
         )
     with contextlib.suppress(ClosedError):
         captured(x=rows(device, 1))
+
+
+def test_b32_a_function_of_one_size_only_is_never_handed_out_untrimmed(device):
+    def step(x):
+        return x.view(4, 3) * 2
+
+    with cglab.capture(step, slots=X, buckets=(4,)) as captured:
+        assert torch.equal(captured(x=rows(device, 4)), rows(device, 4) * 2)
+        with pytest.raises(
+            OutputStructureError, match=r"3 rows padded to 4(?s:.*)capture at least two sizes"
+        ):
+            captured(x=rows(device, 3))

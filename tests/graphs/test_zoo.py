@@ -9,7 +9,11 @@ import torch.nn.functional as F
 
 import cglab
 from cglab.errors import (
-    DynamicShapeError, HostReadError, NewInputError, SelfCheckError, UnsupportedOperationError,
+    DynamicShapeError,
+    HostReadError,
+    NewInputError,
+    SelfCheckError,
+    UnsupportedOperationError,
 )  # fmt: skip
 from cglab.graphs.out_forms import same_bits
 

@@ -78,7 +78,7 @@ def test_the_folder_is_small_and_its_card_tells_where_it_came_from(folder, loade
         card["corpus"]["corpus_sha256"],
         f"{card['held_out_loss']:.4f}",
         "specimen",
-        "Python Software",
+        "PSF License",
     ):
         assert fact in readme
     assert (

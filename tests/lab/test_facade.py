@@ -1,0 +1,168 @@
+"""The facade on the shipped model: toggles, generation, comparison, profile, closing."""
+
+import gc
+import json
+import weakref
+
+import pytest
+import torch
+
+import cglab
+from cglab import errors
+from cglab.lab.comparison import TAPE_NOTE
+from cglab.lab.techniques import TECHNIQUES, Captures
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with cglab.open("pico-gqa", device="cpu", max_batch=4, max_context=128) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def prompts(root):
+    held_out = json.loads((root / "data/models/pico-gqa/prompts.json").read_text())
+    return [each["ids"][:24] for each in held_out[:7]]
+
+
+def test_all_ten_techniques_are_listed_from_the_start():
+    assert [each.id for each in TECHNIQUES.values()] == [f"T{i}" for i in range(1, 11)]
+    for each in TECHNIQUES.values():
+        assert each.default in each.values and each.available == (each.module is not None)
+        assert each.available or each.reason == "not in this version"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("decode", "fast", "full, breakable, eager"),
+        ("verify", "full", "not in this version"),
+        ("decod", "full", "good names"),
+    ],
+)
+def test_a_bad_toggle_names_the_good_values_and_changes_nothing(name, value, told):
+    captures = Captures()
+    with pytest.raises(errors.ToggleError, match=told):
+        setattr(captures, name, value)
+    assert captures.as_dict() == Captures().as_dict()
+
+
+def test_generation_is_the_same_in_every_mode_with_requests_that_end_at_different_steps(lab, prompts):
+    limits = [3, 20, 1, 9, 14, 2, 30]
+    found = {}
+    for mode in ("eager", "full", "breakable"):
+        lab.captures.decode = mode
+        found[mode] = lab.generate(prompts, limits, stop_at_end=False)
+        assert [len(tokens) for tokens in found[mode].tokens] == limits
+        assert found[mode].finish == ["length"] * len(limits)
+    assert found["eager"].tokens == found["full"].tokens == found["breakable"].tokens
+    assert found["full"].text == [lab.tokenizer.decode(tokens) for tokens in found["full"].tokens]
+    assert found["eager"].coverage.reasons == {"BACKEND_EAGER": len(found["eager"].timings.steps)}
+    assert found["full"].coverage.share == 1.0 and set(found["full"].timings.step_batches) <= {1, 2, 3, 4}
+    assert lab.engine.rows.free == lab.engine.rows.total and lab.engine.pages.free == lab.engine.pages.total
+
+
+def test_a_request_in_a_batch_says_what_it_says_alone(lab, prompts):
+    lab.captures.decode = "full"
+    together = lab.generate(prompts[:3], 24).tokens
+    assert together == [lab.generate([prompt], 24).tokens[0] for prompt in prompts[:3]]
+
+
+def test_the_end_token_ends_a_request(lab, prompts):
+    lab.captures.decode = "full"
+    first = lab.generate(prompts[:1], 6, stop_at_end=False).tokens[0]
+    stops = lab.config.eos_token_ids
+    object.__setattr__(lab.config, "eos_token_ids", (first[2],))
+    try:
+        ended = lab.generate(prompts[:1], 6)
+    finally:
+        object.__setattr__(lab.config, "eos_token_ids", stops)
+    assert ended.finish == ["stop"] and ended.tokens[0] == first[: first.index(first[2]) + 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts_given", "limit", "told"),
+    [
+        ([[]], 4, "prompt 0 is empty"),
+        ([[1], [4096]], 4, "prompt 1 has token ids outside of 0 to 4095"),
+        ([[1] * 120], 16, "do not fit into a context of 128"),
+        ([[1]], 0, "at least 1"),
+        ([[1.5]], 4, "give a string or a list of token ids"),
+        ([[1], [2]], [3], "1 limits for 2 prompts"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused_and_nothing_leaks(lab, prompts_given, limit, told):
+    with pytest.raises(errors.InputError, match=told):
+        lab.generate(prompts_given, limit)
+    assert lab.engine.pages.free == lab.engine.pages.total
+
+
+def test_comparison_carries_parity_coverage_and_the_honest_note(lab):
+    compared = lab.compare("decode", ("eager", "full", "breakable"), batch=3, context=40, repeats=2)
+    assert compared.workload == {"batch": 3, "context": 40, "bucket": 4, "cache": 128}
+    assert {arm: each.verdict for arm, each in compared.parity.items()} == {
+        "full": "bitwise",
+        "breakable": "bitwise",
+    }
+    assert compared.note == TAPE_NOTE and TAPE_NOTE in str(compared)
+    frame = compared.as_frame().set_index("arm")
+    assert (
+        frame.loc["eager", "captured"].startswith("0/") and frame.loc["eager", "reasons"] == "backend_eager"
+    )
+    assert frame.loc["full", "reasons"] == "" and frame.loc["full", "capture_ms"] > 0
+    json.dumps(compared.as_dict())
+
+
+@pytest.mark.parametrize("arms", [("eager", "eager"), ("eager", "fast")])
+def test_arms_are_settings_each_once(lab, arms):
+    with pytest.raises(errors.ToggleError):
+        lab.compare("decode", arms)
+
+
+def test_a_profile_without_a_gpu_says_that_it_has_no_device_records(lab):
+    profile = lab.profile("decode", ("eager", "full"), batch=2, context=20, steps=1)
+    assert set(profile.traces) == {"eager", "full"}
+    assert all(trace.unreliable and trace.busy_us() is None for trace in profile.traces.values())
+
+
+def test_b36_a_replaced_weight_is_refused_by_name_and_a_copy_in_place_is_not(prompts):
+    with cglab.open("pico-gqa", device="cpu", max_batch=2, max_context=64) as lab:
+        before = lab.generate(prompts[:1], 4).tokens
+        weight = lab.model.blocks[2].feed_forward.down.weight
+        with torch.no_grad():
+            weight.copy_(weight.clone())
+        assert lab.generate(prompts[:1], 4).tokens == before
+        weight.data = weight.data.clone()
+        with pytest.raises(errors.AddressError, match=r"model\.blocks\.2\.feed_forward\.down\.weight"):
+            lab.generate(prompts[:1], 4)
+        assert lab.engine.pages.free == lab.engine.pages.total
+
+
+def test_n03_close_gives_back_and_says_so_and_a_closed_lab_refuses(prompts):
+    lab = cglab.open("pico-gqa", device="cpu", max_batch=2, max_context=64)
+    lab.generate(prompts[:1], 2)
+    model, cache = weakref.ref(lab.model), weakref.ref(lab.engine.kv.keys)
+    held = lab.close()
+    assert held is not None and held.allocated == 0 and lab.close() is None
+    gc.collect()
+    assert model() is None and cache() is None
+    with pytest.raises(errors.ClosedError, match="open it again"):
+        lab.generate(prompts[:1], 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"max_batch": 0}, errors.InputError, "max_batch"),
+        ({"buckets": [1, 16]}, errors.BucketError, "above the maximum of 8"),
+        ({"device": "cuda:7"}, errors.DeviceError, "good values are"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(options, error, told):
+    with pytest.raises(error, match=told):
+        cglab.open("pico-gqa", **{"device": "cpu", **options})
+
+
+def test_a_model_that_is_not_there_is_told():
+    with pytest.raises(errors.ModelError):
+        cglab.open("pico-nothing", device="cpu")

@@ -1,0 +1,58 @@
+"""The three oracles over random sequences, and the four planted faults that they must notice."""
+
+import pytest
+import torch
+
+from cglab.errors import ToggleError
+from cglab.lab.oracles import check_technique
+from cglab.lab.plants import PLANTS, planted
+from cglab.lab.techniques import TECHNIQUES
+
+CPU = torch.device("cpu")
+CHECKED = {"decode"}
+
+
+def test_every_available_technique_is_checked():
+    assert {name for name, each in TECHNIQUES.items() if each.available} == CHECKED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CHECKED))
+def test_p11_p12_p13_p14_p15_b26_b28_b32_random_sequences_hold_against_three_oracles(name):
+    found = check_technique(name, 300, device=CPU)
+    assert found.ok, str(found)
+    assert found.cases == 300 and found.steps > 600 and 0.4 < found.captured / found.steps < 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+def test_bitwise_in_low_precision_too(dtype):
+    found = check_technique("decode", 8, device=CPU, dtype=dtype)
+    assert found.ok and found.captured, str(found)
+
+
+@pytest.mark.parametrize("plant", sorted(PLANTS))
+def test_a_planted_fault_is_caught(plant):
+    found = check_technique("decode", 4, device=CPU, plant=plant)
+    assert not found.ok and found.mismatches
+    caught_by = {"stale-tail": 3, "live-slot-in-padding": 2, "missed-copy-in": 2, "untrimmed-output": 1}
+    assert caught_by[plant] in {each["oracle"] for each in found.mismatches}, found.mismatches
+
+
+def test_a_plant_is_taken_out_again():
+    with pytest.raises(RuntimeError, match="out"), planted("stale-tail"):
+        raise RuntimeError("out")
+    assert check_technique("decode", 4, device=CPU).ok
+
+
+@pytest.mark.parametrize(
+    ("name", "cases", "plant", "told"),
+    [
+        ("verfy", 1, None, "good names: decode"),
+        ("verify", 1, None, "not in this version"),
+        ("decode", 0, None, "at least 1"),
+        ("decode", 1, "stale", "good names: stale-tail"),
+    ],
+)
+def test_bad_input_is_told_with_the_good_values(name, cases, plant, told):
+    with pytest.raises(ToggleError, match=told):
+        check_technique(name, cases, device=CPU, plant=plant)

@@ -1,0 +1,115 @@
+"""Results made by hand: comparisons with known times, traces of a GPU and of a CPU, recorded runs."""
+
+from itertools import cycle
+from types import SimpleNamespace
+
+import pytest
+
+from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.lab.comparison import Comparison, Profile
+from cglab.measure.ab import interleave
+from cglab.measure.machine import Device
+from cglab.measure.parity import Parity, Verdict
+from cglab.measure.record import Record
+from cglab.measure.trace import DeviceEvent, HostCall, Span, Trace
+
+MILLISECONDS = {"eager": (10.0, 11.0), "full": (4.0, 4.4), "breakable": (6.0, 6.6)}
+
+
+def ledger(largest_pool_bytes):
+    """Rows of the bucket ledger in the order of capture."""
+    return [
+        {
+            "bucket": str(size), "warmup_ms": 2.0 * size, "capture_ms": 10.0 * size, "nodes": 20, "breaks": 0,
+            "warmups": 1, "pool_bytes": largest_pool_bytes if size == 4 else 0, "device_bytes": 500_000,
+        }
+        for size in (4, 2, 1)
+    ]  # fmt: skip
+
+
+def compared(batch=3, arms=("eager", "full", "breakable"), recorder="cuda", captured=True):
+    """A comparison whose samples alternate between two known values."""
+    clocks = {arm: cycle(MILLISECONDS[arm]) for arm in arms}
+    times = interleave({arm: lambda c=clock: next(c) / 1e3 for arm, clock in clocks.items()}, repeats=4)
+    coverage = {}
+    for arm in arms:
+        coverage[arm] = Coverage()
+        for _ in range(20):
+            if arm == "eager":
+                coverage[arm].miss(Miss(Reason.BACKEND_EAGER))
+            elif captured:
+                coverage[arm].hit("4", 4, batch)
+            else:
+                coverage[arm].miss(Miss(Reason.ABOVE_LARGEST, f"size {batch}, largest bucket 4"))
+    workload = {"batch": batch, "context": 128, "bucket": 4 if captured else None, "cache": 256}
+    parity = {arm: Parity(Verdict.BITWISE, 96) for arm in arms if arm != "eager"}
+    memory = {arm: [] if arm == "eager" else ledger(8_000_000) for arm in arms}
+    return Comparison("decode", "pico-gqa", workload, recorder, times, parity, coverage, memory)
+
+
+def eager_trace(kernels=6):
+    """Kernels of 4 us, launched one by one every 10 us on thread 4711; two steps."""
+    calls, events = [], []
+    for step in range(2):
+        for index in range(kernels):
+            at, key = step * 1e5 + 10.0 * index, step * kernels + index + 1
+            calls.append(HostCall("cudaLaunchKernel", at, at + 5, "4711", key))
+            events.append(DeviceEvent(f"void gemm<{index}>(x)", at + 8, at + 12, "kernel", 7, key, at))
+    windows = tuple((step * 1e5, step * 1e5 + 10.0 * kernels + 5) for step in range(2))
+    return Trace(tuple(events), tuple(calls), windows=windows)
+
+
+def full_trace(kernels=6):
+    """The same kernels back to back from one graph launch; two steps."""
+    calls, events = [], []
+    for step in range(2):
+        at = step * 1e5
+        calls.append(HostCall("cudaGraphLaunch", at, at + 6, "4711", step + 1))
+        for index in range(kernels):
+            start = at + 8 + 4.5 * index
+            events.append(DeviceEvent(f"void gemm<{index}>(x)", start, start + 4, "kernel", 7, step + 1, at))
+    windows = tuple((step * 1e5, step * 1e5 + 8 + 4.5 * kernels) for step in range(2))
+    return Trace(tuple(events), tuple(calls), windows=windows)
+
+
+def cpu_trace():
+    """Host operations only, as a profiler without a device gives them."""
+    spans = tuple(Span(f"aten::add{i}", 20.0 * i, 20.0 * i + 12, "99") for i in range(5))
+    return Trace((), (), operations=spans, windows=((0.0, 100.0),))
+
+
+def profiled(**traces):
+    workload = {"batch": 3, "context": 128, "bucket": 4, "cache": 256}
+    return Profile("decode", "pico-gqa", workload, traces)
+
+
+def record(arm, batch, step_ms, *, model="qwen3-8b", run="run-1", created="2026-11-30T10:00:00", kind="cuda"):
+    """One decode record with what its views read."""
+    parity = None if arm == "eager" else Parity(Verdict.BITWISE, 96).as_dict()
+    return Record(
+        bench="decode", arm=arm, device=Device("NVIDIA H200" if kind == "cuda" else "a processor", kind),
+        id=f"{run}-{model}-{arm}-{batch}", run=run, created=created, model=model, weights="random", tree="old",
+        dtype="bfloat16", workload={"batch": batch, "context": 512, "bucket": batch}, parity=parity,
+        metrics={"step_ms": step_ms, "ratio_to_eager": None if arm == "eager" else step_ms / 38.0,
+                 "floor_ms": 3.6, "launches": 1.0 if arm == "full" else 900.0},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def make():
+    """The builders above, by name."""
+    return SimpleNamespace(
+        compared=compared, profiled=profiled, eager_trace=eager_trace, full_trace=full_trace,
+        cpu_trace=cpu_trace, record=record,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def records():
+    """Two models, two batch sizes, three arms."""
+    return [
+        record(arm, batch, ms, model=model)
+        for model in ("qwen3-0.6b", "qwen3-8b")
+        for batch in (1, 16)
+        for arm, ms in (("eager", 38.0), ("full", 6.2), ("breakable", 9.1))
+    ]

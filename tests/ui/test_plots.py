@@ -1,0 +1,204 @@
+"""Figures: a title, units, bars from zero, one colour an arm, and the same bytes every time."""
+
+import subprocess
+import sys
+from itertools import combinations
+
+import pytest
+
+from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.lab.recorded import newest
+from cglab.lab.sweep import Sweep
+from cglab.ui import plots, style
+
+
+def heading(figure):
+    return figure.layout.title.text, figure.layout.title.subtitle.text
+
+
+@pytest.fixture
+def views(make, records):
+    """Every view, drawn anew at each call."""
+    result = make.compared()
+    traced = make.profiled(eager=make.eager_trace(), full=make.full_trace())
+    return {
+        "comparison": result.plot,
+        "coverage": result.plot_coverage,
+        "bucket_cost": result.plot_buckets,
+        "batch_sweep": Sweep(tuple(make.compared(batch) for batch in (1, 3))).plot,
+        "timeline": traced.timeline,
+        "recorded_decode": newest("decode", records).plot,
+    }
+
+
+def test_every_view_has_a_title_units_and_the_template(views):
+    assert set(views) == set(plots.__all__) - {"register_template", "summary"}
+    for name, draw in views.items():
+        figure = draw()
+        assert figure.layout.title.text, name
+        assert figure.layout.template.layout.font.family.startswith("Open Sans"), name
+        axes = plots.summary(figure).splitlines()[-1]
+        assert any(unit in axes for unit in ("(ms)", "(µs)", "steps")), f"{name}: {axes}"
+
+
+def test_every_view_draws_the_same_bytes_twice(views):
+    for name, draw in views.items():
+        first = draw().to_json()
+        assert first == draw().to_json(), name
+        assert '"uid"' not in first, name
+
+
+def test_bars_start_at_zero(views):
+    for name, draw in views.items():
+        figure = draw()
+        if name == "timeline" or not any(trace.type == "bar" for trace in figure.data):
+            continue
+        axis = figure.layout.xaxis if figure.data[0].orientation == "h" else figure.layout.yaxis
+        assert axis.rangemode == "tozero" or axis.range[0] == 0, name
+
+
+def test_an_arm_has_one_colour_in_every_view(views):
+    for arm in ("full", "breakable"):
+        rgb = style.faded(style.colour(arm), 1.0)
+        for name in ("comparison", "bucket_cost", "recorded_decode"):
+            colours = [trace.marker.color for trace in views[name]().data if trace.name == arm]
+            assert colours and set(colours) <= {style.colour(arm), rgb}, name
+    assert style.colour("sglang-0.5.16") == style.colour("sglang-0.5.16") != style.colour("eager")
+
+
+def test_arms_are_told_apart_without_red_or_green():
+    """Viénot's projection for red- and green-blind eyes, in linear light."""
+    seen = ((0.11238, 0.88762, 0), (0.11238, 0.88762, 0), (0.00401, -0.00401, 1))
+    points = {}
+    for arm in ("eager", "full", "breakable", "graph", "fused", "breaks"):
+        code = style.colour(arm)
+        light = [(int(code[i : i + 2], 16) / 255) ** 2.2 for i in (1, 3, 5)]
+        projected = [max(sum(w * c for w, c in zip(row, light, strict=True)), 0) for row in seen]
+        points[arm] = [value ** (1 / 2.2) * 255 for value in projected]
+    for one, other in combinations(points, 2):
+        apart = sum((a - b) ** 2 for a, b in zip(points[one], points[other], strict=True)) ** 0.5
+        assert apart > 35, (one, other, apart)
+
+
+def test_importing_the_views_changes_no_default_and_registering_does():
+    code = (
+        "import plotly.io as pio; before = pio.templates.default; import cglab.ui.plots as plots;"
+        "assert pio.templates.default == before and 'cglab' not in pio.templates;"
+        "plots.register_template(); assert pio.templates.default == 'cglab'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_comparison_says_parity_coverage_and_the_rule(make):
+    result = make.compared()
+    figure = result.plot()
+    assert heading(figure) == (
+        "One decode step of pico-gqa, batch 3, context 128",
+        "Median and 95 % interval; arms measured in turns",
+    )
+    full = figure.data[1]
+    assert full.x[0] == pytest.approx(4.2) and full.y[0] == "<b>full</b><br>bitwise, 20 of 20 captured"
+    assert [note.text for note in figure.layout.annotations][1] == "4.2 ms, x0.40: faster"
+    frame = result.as_frame().set_index("arm")
+    assert frame.loc["full", "median_ms"] == pytest.approx(full.x[0])
+
+
+def test_times_of_a_tape_are_called_no_speed_ups(make):
+    tape = make.compared(recorder="tape")
+    for figure in (tape.plot(), Sweep((tape,)).plot()):
+        assert "no graph speed-ups" in figure.layout.title.subtitle.text
+    assert "speed-ups" not in str(heading(make.compared(recorder="cuda").plot()))
+
+
+def test_an_arm_that_failed_is_left_out_of_the_bars_and_kept_in_the_table(make):
+    result = make.compared(arms=("eager", "full"))
+    failed = result.times.arms[1].__class__("full", (), "OSError: gone", None, None)
+    broken = result.__class__(**{**vars(result), "times": result.times.__class__(
+        (result.times.arms[0], failed), (), 0.03, 3, 0.09)})  # fmt: skip
+    assert [trace.name for trace in broken.plot().data] == ["eager"]
+    assert broken.as_frame()["error"].tolist()[1] == "OSError: gone"
+
+
+def test_coverage_shows_every_reason_and_zero_as_zero(make):
+    mixed = Coverage()
+    for live in (6, 7):
+        mixed.miss(Miss(Reason.ABOVE_LARGEST, f"size {live}, largest bucket 4"))
+    mixed.hit("4", 4, 3)
+    figure = plots.coverage(
+        {"eager": make.compared().coverage["eager"], "full": mixed, "breakable": Coverage()}
+    )
+    bars = {trace.name: dict(zip(trace.y, trace.x, strict=True)) for trace in figure.data}
+    assert bars["captured: full"] == {"full": 1} and bars["captured: breakable"] == {"breakable": 0}
+    assert bars["eager: above largest"] == {"eager": 0, "full": 2, "breakable": 0}
+    assert bars["eager: backend eager"]["eager"] == 20
+    assert figure.data[-1].customdata[1] == "size 7, largest bucket 4"
+
+
+def test_coverage_table_equals_its_figure(make):
+    frame = make.compared(captured=False).coverage_frame().set_index("arm")
+    assert frame.loc["full"].to_dict() == {
+        "steps": 20, "captured": 0, "eager": 20, "backend_eager": 0, "above_largest": 20,
+    }  # fmt: skip
+
+
+def test_bucket_cost_shows_the_ledger_smallest_first(make):
+    result = make.compared()
+    bars = {trace.name: trace for trace in result.plot_buckets().data}
+    assert list(bars["full"].x) == ["1", "2", "4"] and list(bars["full"].y) == [10.0, 20.0, 40.0]
+    assert list(bars["full: pool"].y) == [0.0, 0.0, 8.0]
+    assert list(bars["full: outside the pool"].y) == [0.5, 0.5, 0.5]
+    assert not any(name.startswith("eager") for name in bars)
+    frame = result.bucket_frame()
+    assert frame[frame["arm"] == "full"]["pool_bytes"].tolist() == [8_000_000, 0, 0]
+
+
+def test_bucket_cost_of_nothing_says_so():
+    assert "Nothing was captured" in plots.bucket_cost({"eager": []}).layout.title.subtitle.text
+
+
+def test_sweep_marks_where_a_captured_arm_ran_eager(make):
+    sweep = Sweep((make.compared(3), make.compared(6, captured=False)))
+    full = next(trace for trace in sweep.plot().data if trace.name == "full")
+    assert list(full.x) == [3, 6] and list(full.y) == pytest.approx([4.2, 4.2])
+    assert list(full.marker.color) == [style.colour("full"), "#FFFFFF"]
+    frame = sweep.as_frame()
+    assert frame["bucket"].isna().tolist() == [False] * 3 + [True] * 3
+    assert frame["reasons"].iloc[4] == "above_largest"
+
+
+def test_a_wide_sweep_has_a_logarithmic_axis(make):
+    assert Sweep((make.compared(1), make.compared(64))).plot().layout.xaxis.type == "log"
+    assert Sweep((make.compared(1), make.compared(8))).plot().layout.xaxis.type == "linear"
+
+
+def test_recorded_results_are_drawn_from_records_alone(records):
+    figure = newest("decode", records).plot()
+    assert heading(figure)[0] == "Decode step on NVIDIA H200"
+    assert "2026-11-30" in heading(figure)[1] and "older state of the code" in heading(figure)[1]
+    assert [note.text for note in figure.layout.annotations] == ["qwen3-0.6b", "qwen3-8b"]
+    floors = [trace for trace in figure.data if trace.name == "floor"]
+    assert len(floors) == 2 and list(floors[0].y) == [3.6, 3.6]
+    full = next(trace for trace in figure.data if trace.name == "full")
+    assert list(full.x) == ["1", "16"] and list(full.y) == [6.2, 6.2]
+    assert [trace.name for trace in figure.data if trace.showlegend] == [
+        "eager",
+        "full",
+        "breakable",
+        "floor",
+    ]
+
+
+def test_nothing_recorded_is_said_and_drawn():
+    nothing = newest("decode", [])
+    assert not nothing and nothing.where is None and nothing.as_frame().empty
+    assert "no decode result of a GPU is recorded yet" in nothing.plot().layout.title.subtitle.text
+
+
+def test_tape_records_are_never_shown_as_graph_times(make):
+    assert not newest("decode", [make.record("full", 1, 5.0, kind="cpu")])
+
+
+def test_summary_is_words_only(make):
+    assert plots.summary(make.compared().plot()) == (
+        "bar eager: 1 point\nbar full: 1 point\nbar breakable: 1 point\naxes: step time (ms)"
+    )
