@@ -8,6 +8,7 @@ replay; a change in place stays valid, a move fails closed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import getitem
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class AddressContract:
             AddressError: naming the tensors that moved.
         """
         try:
-            now = list(map(Tensor.data_ptr, map(dict.__getitem__, self._tables, self._keys)))
+            now = list(map(Tensor.data_ptr, map(getitem, self._tables, self._keys)))
         except (KeyError, TypeError):
             now = [
                 0 if (t := table.get(key)) is None else t.data_ptr()

@@ -27,7 +27,8 @@ from cglab.graphs.dispatch import choose_bucket, live_size
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.options import MANY_SHAPES, ManyShapesWarning, Options
 from cglab.graphs.outputs import LiveView, Stored
-from cglab.graphs.recorder import Pool, Recorder, recorder_for
+from cglab.graphs.recorder import Pool, Recorder
+from cglab.graphs.recorders import recorder_for
 from cglab.graphs.recordings import Prepare, Recordings
 from cglab.graphs.slots import Padding, SharedBuffers, Slot, StaticBuffers
 

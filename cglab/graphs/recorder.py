@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cglab.errors import DeviceError, PoolBusyError
+from cglab.errors import PoolBusyError
 
 Result = TypeVar("Result")
 
@@ -166,24 +166,3 @@ def explained(explain: Callable[[BaseException], BaseException]) -> Iterator[Non
         if told is error:
             raise
         raise told from error
-
-
-def recorder_for(device: torch.device | str, name: str = "auto") -> Recorder:
-    """The recorder of a device: ``tape`` on a CPU, ``cuda`` on a GPU.
-
-    Raises:
-        DeviceError: if the named recorder cannot serve the device.
-    """
-    device = torch.device(device)
-    chosen = ("cuda" if device.type == "cuda" else "tape") if name == "auto" else name
-    if chosen == "tape" and device.type == "cpu":
-        from cglab.graphs.tape import TapeRecorder
-
-        return TapeRecorder()
-    if chosen == "cuda" and device.type == "cuda":
-        from cglab.graphs.cuda import CudaRecorder
-
-        return CudaRecorder(device)
-    raise DeviceError(
-        f"recorder {name!r} cannot record on {device}: use 'tape' on a cpu, 'cuda' on a cuda device, or 'auto'"
-    )

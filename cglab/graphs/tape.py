@@ -111,8 +111,10 @@ class TapeTake(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation, records it, and returns tensors that live in the pool."""
         kwargs = kwargs or {}
-        if self._nodes is None:  # between two segments, inside a break
-            return func(*args, **kwargs)
+        if (
+            self._nodes is None
+        ):  # between two segments, inside a break: it runs, and is undone like all the rest
+            return self.journal.run(func, args, kwargs)
         faults.reach(func._schema.name)
         if _is_composite(func):
             with self:

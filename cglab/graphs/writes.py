@@ -50,6 +50,13 @@ class WriteJournal:
         fresh = {_address(leaf) for leaf in results if isinstance(leaf, Tensor)} - known
         self._inside |= fresh - self._before.keys()
 
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one operation with its writes noted."""
+        self.before(written_tensors(func, args, kwargs))
+        result = func(*args, **kwargs)
+        self.made(tree_iter((args, kwargs)), tree_iter(result))
+        return result
+
     def before(self, tensors: Iterable[Tensor]) -> None:
         """Call with the tensors that are about to be written."""
         for tensor in tensors:
@@ -90,11 +97,7 @@ class _JournalMode(TorchDispatchMode):
         self._journal = journal
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self._journal.before(written_tensors(func, args, kwargs))
-        result = func(*args, **kwargs)
-        self._journal.made(tree_iter((args, kwargs)), tree_iter(result))
-        return result
+        return self._journal.run(func, args, kwargs or {})
 
 
 def _address(tensor: Tensor) -> int:

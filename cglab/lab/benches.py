@@ -15,6 +15,7 @@ import torch
 
 from cglab.engine.workload import DecodeStep, steady_decode
 from cglab.graphs.clocks import clock_for, sample_seconds
+from cglab.lab import suites
 from cglab.lab.facade import Lab
 from cglab.lab.floor import bytes_read, read_bandwidth
 from cglab.lab.opening import open_lab
@@ -294,4 +295,6 @@ BENCHES: Mapping[str, Bench] = {
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
     ),
     "parity": Bench("random sequences of batches against the three oracles", parity),
+    "notebooks": Bench("every notebook under nbval, on the model of CGLAB_MODEL", suites.notebooks),
+    "gpu-tests": Bench("the tests that need a CUDA device", suites.gpu_tests),
 }

@@ -12,6 +12,8 @@ _COLUMNS = {
     "decode": ("step_ms", "ratio_to_eager", "busy_ms", "launches", "kernels", "gap_us", "floor_ms", "predicted_gain_ms",
                "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
     "recovery": ("operations", "tried", "failed", "ok"),
+    "notebooks": ("tests", "passed", "failures", "errors", "skipped", "ok"),
+    "gpu-tests": ("tests", "passed", "failures", "errors", "skipped", "ok"),
     "parity": ("cases", "steps", "captured", "bitwise", "tokens_equal", "ok"),
 }  # fmt: skip
 

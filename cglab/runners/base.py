@@ -19,7 +19,8 @@ from cglab.graphs.address import AddressContract
 from cglab.graphs.captured import Captured
 from cglab.graphs.coverage import Coverage, Miss
 from cglab.graphs.options import Options
-from cglab.graphs.recorder import Pool, Recorder, recorder_for
+from cglab.graphs.recorder import Pool, Recorder
+from cglab.graphs.recorders import recorder_for
 from cglab.graphs.slots import SharedBuffers, Slot
 from cglab.models.attention import LiveRows
 

@@ -8,7 +8,7 @@ import torch
 import cglab
 from cglab.errors import BreakRefusedError, CaptureError, OutputStructureError
 from cglab.graphs.breaks import Aside, capturing, staged
-from cglab.graphs.recorder import recorder_for
+from cglab.graphs.recorders import recorder_for
 
 X = {"x": cglab.Slot(pad=0.0)}
 

@@ -17,7 +17,7 @@ from cglab.graphs.buckets import (
     within_ceiling,
 )
 from cglab.graphs.keys import ShapeKey, require_key
-from cglab.graphs.recorder import recorder_for
+from cglab.graphs.recorders import recorder_for
 
 RULES = (sglang_decode, sglang_speculative, sglang_prefill, exact_sizes)
 

@@ -47,7 +47,7 @@ def test_n03_close_gives_back_tensors_pool_and_function(device, backend):
     watched = [weakref.ref(held)]
 
     def function(x):
-        return step(x) + held[0, 0]
+        return step(x) + held[0, 0]  # noqa: F821 - deleted further down, on purpose
 
     watched.append(weakref.ref(function))
     captured = cglab.capture(
@@ -82,11 +82,11 @@ def test_n02_made_again_five_times_under_one_name_nothing_grows(device, backend)
     cell()
     gc.collect()
     objects, bytes_before = len(gc.get_objects()), used(device)
-    tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
     for _ in range(5):
         cell()
     gc.collect()
-    assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) == tensors
+    assert sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()) == tensors
     assert len(gc.get_objects()) - objects < 100, "a few caches, no recordings"
     assert used(device) == bytes_before
 

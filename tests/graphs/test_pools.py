@@ -9,7 +9,7 @@ import cglab
 from cglab.errors import PoolBusyError
 from cglab.graphs.captured import Captured
 from cglab.graphs.options import Options
-from cglab.graphs.recorder import recorder_for
+from cglab.graphs.recorders import recorder_for
 from cglab.graphs.slots import Slot
 from cglab.graphs.tape_pool import ALIGNMENT, TapePool
 

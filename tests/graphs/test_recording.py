@@ -19,7 +19,7 @@ from cglab.errors import (
 )  # fmt: skip
 from cglab.graphs.options import CaptureFailedWarning
 from cglab.graphs.out_forms import out_form, same_bits
-from cglab.graphs.recorder import recorder_for
+from cglab.graphs.recorders import recorder_for
 from cglab.graphs.tape import TapeRecorder
 from cglab.graphs.writes import WriteJournal
 
@@ -372,6 +372,24 @@ def test_t5_p28_p43_a_capture_leaves_no_trace_in_outside_memory(device):
         assert counter.item() == 0 and torch.equal(cache, before)
         for n in (1, 2, 3):
             assert torch.equal(captured(x=x, slot=slot), x + n), "one step a replay"
+
+
+def test_t5_what_a_break_writes_during_a_tape_capture_is_undone_too():
+    counter, cache = torch.zeros(1), torch.zeros(4, 4)
+
+    @cglab.eager_break
+    def count(h):
+        counter.add_(1)
+        cache[:2].add_(h)
+
+    def step(x):
+        h = x * 2
+        count(h)
+        return h + counter
+
+    with captured_of(step, backend="breakable") as captured:
+        assert counter.item() == 0 and not cache.any()
+        assert captured(x=torch.ones(2, 4)).tolist() == [[3] * 4] * 2 and cache.sum() == 16
 
 
 def test_p28_two_warm_ups_for_the_first_shape_one_for_the_next_and_the_hook_after_each(device):

@@ -1,0 +1,99 @@
+"""Test suites as benches, so that what passed on a GPU machine is recorded like any other result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+
+from cglab import settings
+from cglab.errors import ResultsError
+from cglab.measure.record import Record, make_record, new_run
+from cglab.measure.tree import PACKAGE
+
+ROOT = PACKAGE.parent
+COUNTS = ("tests", "failures", "errors", "skipped")
+
+
+def run_pytest(arguments: Sequence[str], device: torch.device, *, limit: float = 580.0) -> dict[str, float]:
+    """Runs pytest on this repository in a process of its own.
+
+    Args:
+        arguments: what to run and how; the project's own ``addopts`` are left out.
+        device: handed on as ``CGLAB_DEVICE``.
+        limit: seconds until it is ended.
+
+    Returns:
+        Numbers of tests, failures, errors and skipped ones, and seconds.
+
+    Raises:
+        ResultsError: if no report came out of it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q"]
+        command += ["-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+        started = time.perf_counter()
+        try:
+            ended = subprocess.run(
+                command, cwd=ROOT, env={**os.environ, "CGLAB_DEVICE": device.type}, timeout=limit,
+                stdout=sys.stderr, check=False,
+            )  # fmt: skip
+            suite = ElementTree.parse(report).getroot()
+        except (subprocess.TimeoutExpired, OSError, ElementTree.ParseError) as error:
+            raise ResultsError(
+                f"pytest gave no report: {error}; run it by hand: {' '.join(command)}"
+            ) from error
+        suites = [suite] if suite.tag == "testsuite" else list(suite.iter("testsuite"))
+        counts = {name: float(sum(int(each.get(name, 0)) for each in suites)) for name in COUNTS}
+        return {**counts, "exit_status": float(ended.returncode), "seconds": time.perf_counter() - started}
+
+
+def _record(bench: str, arguments: Sequence[str], device: torch.device) -> list[Record]:
+    counts = run_pytest(arguments, device)
+    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
+    good = counts["exit_status"] == 0 and passed > 0
+    return [
+        make_record(
+            bench=bench, arm="all", device=device, run=new_run(), model=settings.read_settings().model,
+            metrics={**counts, "passed": passed, "ok": good}, command=["pytest", *arguments],
+        )
+    ]  # fmt: skip
+
+
+def notebooks(
+    device: torch.device, *, quick: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> list[Record]:
+    """Every notebook under nbval, on the model of ``CGLAB_MODEL``.
+
+    Args:
+        device: where they run.
+        quick: only the tour.
+        progress: called once.
+    """
+    progress("notebooks under nbval")
+    path = "notebooks/00_start_here.ipynb" if quick else "notebooks"
+    options = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=300"]
+    rules = f"--nbval-sanitize-with={ROOT / 'tests/notebooks/sanitize.cfg'}"
+    return _record("notebooks", [path, *options, rules], device)
+
+
+def gpu_tests(
+    device: torch.device, *, quick: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> list[Record]:
+    """The tests that need a CUDA device.
+
+    Args:
+        device: where they run.
+        quick: only those of the recording layer.
+        progress: called once.
+    """
+    progress("tests that need a CUDA device")
+    return _record("gpu-tests", ["-m", "gpu", "tests/graphs" if quick else "tests"], device)

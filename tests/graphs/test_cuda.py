@@ -1,0 +1,320 @@
+"""What only a GPU can show: streams, events, handles, the caching allocator."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import cglab
+from cglab.errors import CaptureMemoryError, UnjoinedStreamError, UnsupportedOperationError
+from cglab.graphs.captured import Captured
+from cglab.graphs.options import CaptureFailedWarning, Options
+from cglab.graphs.recorder import recorder_for
+from cglab.graphs.slots import Slot
+
+pytestmark = pytest.mark.gpu
+
+X = {"x": cglab.Slot(pad=0.0)}
+
+
+def captured_of(function, x, backend="full", **options):
+    captured = cglab.capture(
+        function, slots=X, buckets=(x.shape[0],), backend=backend, strict=True, **options
+    )
+    captured.warm(x=x)
+    return captured
+
+
+def slowly(x, times=50):
+    """Enough work that a missing wait shows."""
+    big = torch.ones(2048, 2048, device=x.device)
+    for _ in range(times):
+        big = big @ big * 1e-4
+    return x + big[0, 0] * 0
+
+
+@pytest.mark.parametrize("warmups", [None, 0])
+def test_b01_the_first_matmul_of_a_process_may_be_the_captured_one(warmups, root):
+    """With warm-ups it works. Without, it works too or says that warm-ups are off and where; it never crashes."""
+    script = f"""
+import torch, cglab
+from cglab.errors import CaptureError
+weight = torch.randn(64, 64, device="cuda")
+x = torch.randn(4, 64, device="cuda")
+captured = cglab.capture(lambda x: x @ weight, slots={{"x": cglab.Slot(pad=0.0)}}, buckets=(4,), warmups={warmups}, strict=True)
+try:
+    print("equal", torch.equal(captured(x=x), x @ weight))
+except CaptureError as error:
+    print("told", "warm" in str(error), "x @ weight" in str(error))
+captured.close()
+print("usable", (x @ weight).isfinite().all().item())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])})  # fmt: skip
+    first = done.stdout.splitlines()[:1]
+    assert first == ["equal True"] or (warmups == 0 and first == ["told True True"]), done.stderr
+    assert done.stdout.splitlines()[1:] == ["usable True"] and done.returncode == 0
+
+
+def test_b06_pinning_inside_a_capture_is_explained(cuda):
+    captured = cglab.capture(lambda x: x + torch.randn(8).pin_memory().to("cuda", non_blocking=True).sum(), slots=X,
+                             buckets=(2,), strict=True)  # fmt: skip
+    with pytest.raises(UnsupportedOperationError, match="pin") as caught:
+        captured(x=torch.ones(2, 3, device=cuda))
+    assert caught.value.place.file == __file__ and "before the capture" in caught.value.advice
+    assert torch.ones(3, device=cuda).sum().item() == 3
+    captured.close()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_b08_a_break_that_leaves_work_on_a_side_stream_is_joined(cuda, waits):
+    side = torch.cuda.Stream()
+
+    @cglab.eager_break
+    def elsewhere(h, out):
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        else:
+            torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(side):
+            out.copy_(slowly(h) * 2)
+
+    def step(x):
+        h = x + 1
+        out = torch.zeros_like(h)
+        elsewhere(h, out)
+        return out + 1
+
+    x = torch.ones(4, 3, device=cuda)
+    with captured_of(step, x, "breakable") as captured:
+        for scale in range(1, 6):
+            x = torch.full((4, 3), float(scale), device=cuda)
+            assert torch.equal(captured(x=x), (x + 1) * 2 + 1), "the next segment waited for the side stream"
+
+
+def test_b09_p48_a_forked_stream_that_nobody_joined_is_joined_before_the_segment_ends(cuda):
+    side = torch.cuda.Stream()
+
+    def step(x):
+        h = x + 1
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            h.mul_(3)
+        return x * 2, h
+
+    x = torch.ones(4, 3, device=cuda)
+    captured = cglab.capture(lambda x: step(x)[0], slots=X, buckets=(4,), strict=True)
+    captured.warm(x=x)
+    assert torch.equal(captured(x=x * 5), x * 10)
+    captured.close()
+    with captured_of(lambda x: x * 2, x) as captured:
+        assert torch.equal(captured(x=x), x * 2), "the capture stream is usable afterwards"
+
+
+def test_b09_a_stream_that_was_never_forked_is_told_by_its_line(cuda):
+    side = torch.cuda.Stream()
+
+    def step(x):
+        with torch.cuda.stream(side):
+            y = x * 2
+        torch.cuda.current_stream().wait_stream(side)
+        return y + 1
+
+    captured = cglab.capture(step, slots=X, buckets=(4,), strict=True)
+    with pytest.raises(UnjoinedStreamError) as caught:
+        captured(x=torch.ones(4, 3, device=cuda))
+    assert caught.value.place.file == __file__ and "torch.cuda.stream(side)" in caught.value.place.code
+    assert "side.wait_stream" in caught.value.advice and "eager_break" in caught.value.advice
+    assert torch.equal(torch.ones(2, device=cuda) * 2, torch.full((2,), 2.0, device=cuda))
+    captured.close()
+
+
+def test_p49_waiting_after_a_break_for_a_side_stream_that_was_joined_is_skipped(cuda):
+    side = torch.cuda.Stream()
+    pause = cglab.eager_break(lambda h: None)
+
+    def step(x):
+        h = x + 1
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = slowly(h, 5) * 2
+        pause(h)  # ends the segment, which joins the side stream
+        torch.cuda.current_stream().wait_stream(side)
+        return y + h
+
+    x = torch.ones(4, 3, device=cuda)
+    with captured_of(step, x, "breakable") as captured:
+        for scale in (1.0, 2.0, 7.0):
+            x = torch.full((4, 3), scale, device=cuda)
+            assert torch.equal(captured(x=x), (x + 1) * 3)
+
+
+def test_a_side_stream_that_is_forked_and_joined_is_recorded(cuda):
+    side = torch.cuda.Stream()
+
+    def step(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = slowly(x, 5) * 2
+        b = x * 3
+        torch.cuda.current_stream().wait_stream(side)
+        return a + b
+
+    x = torch.ones(4, 3, device=cuda)
+    with captured_of(step, x) as captured:
+        assert torch.equal(captured(x=x * 2), x * 10)
+
+
+def test_b11_a_thread_that_polls_an_event_does_not_spoil_a_capture(cuda):
+    event, stop = torch.cuda.Event(), threading.Event()
+    event.record()
+
+    def poll():
+        while not stop.is_set():
+            event.query()
+
+    watchdog = threading.Thread(target=poll)
+    watchdog.start()
+    try:
+        x = torch.ones(4, 3, device=cuda)
+        for _ in range(5):
+            with captured_of(lambda x: slowly(x, 20) * 2, x) as captured:
+                assert torch.equal(captured(x=x), x * 2)
+    finally:
+        stop.set()
+        watchdog.join()
+
+
+def test_b12_a_sibling_that_computes_meanwhile_does_not_spoil_a_capture(cuda):
+    stop, wrong = threading.Event(), []
+
+    def work():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            a = torch.eye(256, device=cuda)
+            while not stop.is_set():
+                if not torch.equal(a @ a, a):
+                    wrong.append(1)
+
+    sibling = threading.Thread(target=work)
+    sibling.start()
+    try:
+        x = torch.ones(4, 3, device=cuda)
+        for _ in range(5):
+            with captured_of(lambda x: slowly(x, 20) * 2, x) as captured:
+                assert torch.equal(captured(x=x), x * 2)
+    finally:
+        stop.set()
+        sibling.join()
+    assert not wrong
+
+
+def test_b13_out_of_memory_keeps_the_buckets_that_fit_and_the_allocator_usable(cuda):
+    """Sizes double; the memory that is let to the process holds the smaller ones only."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(cuda).total_memory
+    room = torch.cuda.memory_reserved() + 3 * 2**30
+
+    def step(x):
+        wide = x.expand(-1, 64 * 2**20) * 2  # 256 MiB a row
+        return wide.sum(1, keepdim=True) * 0 + x
+
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    try:
+        with cglab.capture(
+            step, slots={"x": Slot(shape=(-1, 1), dtype=torch.float32, pad=0.0)}, buckets=(1, 2, 4, 32, 64)
+        ) as captured:
+            with pytest.warns(CaptureFailedWarning, match="memory ran out"):
+                captured(x=torch.ones(1, 1, device=cuda))
+            assert captured.captured_sizes == [1, 2, 4] and sorted(captured.failures) == ["32", "64"]
+            assert captured(x=torch.full((3, 1), 3.0, device=cuda)).tolist() == [[3]] * 3
+            assert captured.coverage().captured == 2
+        strict = cglab.capture(
+            step, slots={"x": Slot(shape=(-1, 1), dtype=torch.float32, pad=0.0)}, buckets=(64,), strict=True
+        )
+        with pytest.raises(CaptureMemoryError, match="memory ran out"):
+            strict(x=torch.ones(1, 1, device=cuda))
+        strict.close()
+        assert torch.ones(2**20, device=cuda).sum().item() == 2**20
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+
+
+def layers(x):
+    for i in range(6):
+        x = torch.relu(x * 1.5 + i) - x
+    return x
+
+
+def family(cuda, pools, sizes, width=2**20):
+    recorder = recorder_for(cuda)
+    slots = {"x": Slot((-1, width), torch.float32, pad=0.0)}
+    members = [
+        Captured(
+            "step", lambda x: layers(x).sum(1), slots, (size,), cuda, Options(strict=True), recorder, pool
+        )
+        for size, pool in zip(sizes, pools, strict=True)
+    ]
+    for one in members:
+        one.capture()
+    return members
+
+
+def test_b51_eleven_shapes_in_one_pool_reserve_far_less_than_in_eleven(cuda):
+    recorder, sizes = recorder_for(cuda), list(range(22, 0, -2))
+
+    def reserved(pools):
+        members = family(cuda, pools, sizes)
+        held = sum(pool.reserved_bytes for pool in {id(pool): pool for pool in pools}.values())
+        for one in members:
+            one.close()
+        for pool in pools:
+            pool.close()
+        return held
+
+    shared = recorder.new_pool()
+    assert reserved([shared] * len(sizes)) * 3 < reserved([recorder.new_pool() for _ in sizes])
+
+
+def test_b52_p29_descending_sizes_do_not_grow_the_pool(cuda):
+    recorder = recorder_for(cuda)
+    pool = recorder.new_pool()
+    slots = {"x": Slot((-1, 2**20), torch.float32, pad=0.0)}
+    with Captured("step", layers, slots, (2, 4, 8, 16), cuda, Options(strict=True), recorder, pool) as step:
+        step.capture()
+        grown = [line["pool_bytes"] for line in step.memory()]
+        assert grown[0] > 0 and sum(grown[1:]) <= 0.1 * grown[0]
+    pool.close()
+
+
+def test_n03_memory_is_back_after_close(cuda):
+    def level():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    x = torch.ones(8, 2**16, device=cuda)
+    captured_of(layers, x).close()
+    before = level()
+    for _ in range(5):
+        captured = captured_of(layers, x, "breakable")
+        captured(x=x)
+        captured.close()
+        del captured
+    assert level() == before
+
+
+def test_replay_on_another_stream_than_the_capture_is_ordered_with_the_caller(cuda):
+    x = torch.ones(4, 3, device=cuda)
+    with captured_of(lambda x: slowly(x) * 2, x, clone=True) as captured:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = slowly(x) * 5
+            got = captured(x=y) + 1
+        torch.cuda.current_stream().wait_stream(side)
+        assert torch.equal(got, x * 11)
