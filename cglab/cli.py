@@ -15,8 +15,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
+from math import isfinite
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from cglab import __version__
 from cglab.commands.console import BAD_INPUT, FAILS, Outcome, note
@@ -79,9 +81,8 @@ def _failure(error: BaseException) -> int | None:
         # Python flushes standard output once more at its end, and would complain there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-    if isinstance(
-        error, CglabError | OSError
-    ):  # OSError: a full or failing disk, where nobody below could say more
+    # An OSError is a full or failing disk that nothing below knew more about.
+    if isinstance(error, CglabError | OSError):
         note(f"cglab: {error}")
         return BAD_INPUT if isinstance(error, InputError) else FAILS
     return None
@@ -96,11 +97,20 @@ def _run(arguments: Sequence[str] | None) -> int:
     with redirect_stdout(sys.stderr):
         outcome = _command(options.run)(options)
     as_json = getattr(options, "json", False)
-    text = json.dumps(outcome.value, allow_nan=False, indent=2) if as_json else outcome.text
+    text = json.dumps(_finite(outcome.value), allow_nan=False, indent=2) if as_json else outcome.text
     # A terminal that cannot show a character gets its escape, not an error.
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="backslashreplace").decode(encoding) + "\n")
     return outcome.status
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with None for what JSON has no number for: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _command(home: str) -> Command:
