@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 from cglab import __version__
 from cglab.commands.console import BAD_INPUT, FAILS, Outcome, note
@@ -36,23 +38,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    with _interrupts() as interrupts:
+        try:
+            status = _run(arguments)
+            sys.stdout.flush()
+        except BaseException as error:
+            # An interrupt in the middle of an import may come out as another error.
+            told = _failure(KeyboardInterrupt() if interrupts else error)
+            if told is None:
+                raise
+            return told
+    return status
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Counts Ctrl-C, which stays what it is: a KeyboardInterrupt. Where it is ignored it stays ignored."""
+    seen: list[int] = []
+
+    def interrupted(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield seen
+        return
+    signal.signal(signal.SIGINT, interrupted)
     try:
-        status = _run(arguments)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _failure(error: BaseException) -> int | None:
+    """Says what went wrong, in one message; the exit status, or None for a bug, which keeps its traceback."""
+    if isinstance(error, KeyboardInterrupt):
         note("cglab: interrupted; earlier results and reports are as they were, nothing is half-written")
         return INTERRUPTED
-    except BrokenPipeError:
+    if isinstance(error, BrokenPipeError):
         # Python flushes standard output once more at its end, and would complain there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-    except CglabError as error:
+    if isinstance(
+        error, CglabError | OSError
+    ):  # OSError: a full or failing disk, where nobody below could say more
         note(f"cglab: {error}")
         return BAD_INPUT if isinstance(error, InputError) else FAILS
-    except OSError as error:  # a full or failing disk, where no layer below could say more
-        note(f"cglab: {error}")
-        return FAILS
-    return status
+    return None
 
 
 def _run(arguments: Sequence[str] | None) -> int:
