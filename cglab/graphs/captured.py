@@ -87,11 +87,7 @@ class Captured:
 
     @property
     def recordings(self) -> Recordings:
-        """What is recorded.
-
-        Raises:
-            ClosedError: for a step on the eager backend.
-        """
+        """What is recorded; a step on the eager backend has none, and asking for it is a ClosedError."""
         if self._recordings is None:
             raise ClosedError(f"{self.name} runs eager: nothing is recorded; choose another backend")
         return self._recordings
@@ -283,7 +279,7 @@ class Captured:
         _alive.discard(self)
         if self._recordings is not None:
             self._recordings.close()
-        self.buffers = StaticBuffers({}, 1, self.device)
+        self.buffers.clear()
         self.contract.clear()
         if self._own_pool:
             self._pool.close()

@@ -190,6 +190,10 @@ class StaticBuffers:
             if slot.fill is not None:
                 self._buffers[name].fill_(slot.fill)
 
+    def clear(self) -> None:
+        """Lets go of every buffer."""
+        self._buffers.clear()
+
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         slot, buffer = self.slots[name], self._buffers[name]
         if slot.axis is None:
