@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 
 import torch
 from torch import Tensor
@@ -17,13 +18,25 @@ class CudaPool(Pool):
         super().__init__()
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
-        # Held once for as long as the pool lives: a pool whose last graph was dropped cannot be captured into again.
-        index = device.index or 0
-        torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
-        torch._C._cuda_endAllocateToPool(index, self.handle)
-        self._held = True
+        self._anchor: torch.cuda.CUDAGraph | None = self._captured_nothing()
         self._ranges: list[tuple[int, int]] = []
         self._ranges_at = -1
+
+    def _captured_nothing(self) -> torch.cuda.CUDAGraph:
+        """An empty graph of the pool, kept for as long as the pool lives.
+
+        The allocators of device memory and of pinned memory refuse to capture into a pool whose last graph is gone.
+        """
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with (
+            warnings.catch_warnings(),
+            torch.cuda.device(self.device),
+            torch.cuda.stream(torch.cuda.Stream()),
+        ):
+            warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
+            graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            graph.capture_end()
+        return graph
 
     @property
     def reserved_bytes(self) -> int:
@@ -61,8 +74,8 @@ class CudaPool(Pool):
 
     def close(self) -> None:
         """Returns the pool's segments to the driver once no recording holds them."""
-        if self._held:
-            torch._C._cuda_releasePool(self.device.index or 0, self.handle)
-            self._held = False
+        if self._anchor is not None:
+            self._anchor.reset()
+            self._anchor = None
         gc.collect()
         torch.cuda.empty_cache()
