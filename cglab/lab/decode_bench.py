@@ -23,7 +23,7 @@ from cglab.runners.decode import DecodeRunner
 
 Progress = Callable[[str], None]
 ARMS = ("eager", "full", "breakable")
-CALLS = 10
+CALLS = 5
 
 
 def silent(_: str) -> None:
