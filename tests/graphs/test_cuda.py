@@ -1,6 +1,5 @@
 """What only a GPU can show: streams, events, handles, the caching allocator."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -60,23 +59,19 @@ print("usable", (x @ weight).isfinite().all().item())
     assert done.stdout.splitlines()[1:] == ["usable True"] and done.returncode == 0
 
 
-def test_b06_pinning_inside_a_capture_is_explained_or_its_memory_is_held(cuda):
-    """Newer allocators pin inside a capture: what was recorded must then not be given to anybody else."""
+def test_b06_pinning_inside_a_capture_is_refused_with_advice(cuda):
+    """Newer allocators would let it pass, with the host's values baked in."""
 
     def step(x):
         return x + torch.full((8,), 3.0).pin_memory().to(x.device, non_blocking=True).sum()
 
     x = torch.ones(2, 3, device=cuda)
     captured = cglab.capture(step, slots=X, buckets=(2,), strict=True)
-    with contextlib.suppress(UnsupportedOperationError):
+    with pytest.raises(UnsupportedOperationError):
         captured.warm(x=x)
-    if captured.captured_sizes:
-        noise = [torch.full((8,), float("nan")).pin_memory() for _ in range(100)]
-        assert torch.equal(captured(x=x), x + 24)
-        del noise
-    else:
-        text = "".join(captured.failures.values())
-        assert "pinning memory" in text and "test_cuda.py" in text and "before the capture" in text
+    text = "".join(captured.failures.values())
+    assert "pinning memory" in text and "test_cuda.py" in text and "before the capture" in text
+    assert torch.ones(4).pin_memory().is_pinned(), "outside of a capture nothing changed"
     assert torch.ones(3, device=cuda).sum().item() == 3
     captured.close()
 
