@@ -7,7 +7,8 @@ replay; a change in place stays valid, a move fails closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 
 from cglab.errors import AddressError
 
-Getter = Callable[[], Tensor | None]
+Getter = Callable[[], Tensor | nn.Module | None]
 
 
 class AddressContract:
     """Named tensors with the addresses that a recording knows.
 
     Args:
-        watched: modules, tensors, or functions that return the current tensor, by name.
+        watched: modules, tensors, or functions that return the current tensor or module, by name.
     """
 
     def __init__(self, watched: Mapping[str, nn.Module | Tensor | Getter] | None = None) -> None:
@@ -35,6 +36,9 @@ class AddressContract:
         self._parents: list[str] = []
         self._children: list[dict[str, nn.Module | None]] = []
         self._expected_children: list[dict[str, nn.Module | None]] = []
+        self._owners: list[tuple[str, Getter, nn.Module]] = []
+        self._modules: list[nn.Module] = []
+        self._training: list[bool] = []
         for name, item in (watched or {}).items():
             self.watch(name, item)
 
@@ -42,8 +46,10 @@ class AddressContract:
         return len(self._expected)
 
     def watch(self, name: str, item: nn.Module | Tensor | Getter) -> None:
-        """Adds a tensor, a getter, or every parameter and buffer of a module."""
+        """Adds a tensor, every parameter and buffer of a module, or what a getter returns."""
         if isinstance(item, nn.Module):
+            self._modules.append(item)
+            self._training.append(item.training)
             for prefix, module in item.named_modules(prefix=name):
                 if module._modules:  # a child that is replaced leaves its old tensors where they were
                     self._parents.append(prefix)
@@ -55,6 +61,9 @@ class AddressContract:
                             self._add(f"{prefix}.{key}", table, key)
         elif isinstance(item, Tensor):
             self._add(name, {"": item}, "")
+        elif isinstance(module := item(), nn.Module):
+            self._owners.append((name, item, module))
+            self.watch(name, module)
         else:
             self._add(name, _Table(item), "")
 
@@ -72,8 +81,17 @@ class AddressContract:
         """Compares every address with the one that was recorded.
 
         Raises:
-            AddressError: naming the tensors that moved.
+            AddressError: naming the tensors that moved or modules that were replaced, or if a watched module
+                was switched between training and evaluation.
         """
+        replaced = [name for name, get, module in self._owners if get() is not module]
+        if replaced:
+            raise AddressError(f"{replaced[0]} is another module than was captured; capture again")
+        if [module.training for module in self._modules] != self._training:
+            raise AddressError(
+                "a module was switched between training and evaluation, and the recording does what it did before; "
+                "switch it back, or capture again"
+            )
         try:
             now = list(map(Tensor.data_ptr, map(getitem, self._tables, self._keys)))
         except (KeyError, TypeError):
@@ -100,7 +118,7 @@ class AddressContract:
         """Lets go of everything."""
         for held in (
             self._names, self._tables, self._keys, self._held, self._expected,
-            self._parents, self._children, self._expected_children,
+            self._parents, self._children, self._expected_children, self._owners, self._modules, self._training,
         ):  # fmt: skip
             held.clear()
 
@@ -112,7 +130,7 @@ class _Table(dict[str, Any]):
         super().__init__()
         self._getter = getter
 
-    def __getitem__(self, key: str) -> Tensor | None:
+    def __getitem__(self, key: str) -> Any:
         return self._getter()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -122,54 +140,57 @@ class _Table(dict[str, Any]):
 def closed_over(function: Callable[..., Any]) -> dict[str, nn.Module | Tensor | Getter]:
     """Modules and tensors that ``function`` reaches without being handed them, by name.
 
-    Looks at the function itself, the object it is bound to, its closure and the globals it names; deeper ones
-    (attributes of attributes) are the caller's to watch.
+    Looks at the function itself, the object it is bound to or that is called, what a partial or a decorator
+    wraps, its closure, its defaults and the globals it names; deeper ones (attributes of attributes, lists) are
+    the caller's to watch.
     """
-    owner = getattr(function, "__self__", None)
-    found: dict[str, nn.Module | Tensor | Getter] = {}
     if isinstance(function, nn.Module):
         return {type(function).__name__: function}
+    owner = getattr(function, "__self__", None)
+    found: dict[str, nn.Module | Tensor | Getter] = {}
     if isinstance(owner, nn.Module):
         found[type(owner).__name__] = owner
+    inner = getattr(function, "func" if isinstance(function, functools.partial) else "__wrapped__", None)
+    if inner is not None:
+        found |= closed_over(inner)
+    return found | {
+        name: get for name, get in _reached(function) if isinstance(get(), nn.Module | Tensor)
+    }  # fmt: skip
+
+
+def _reached(function: Callable[..., Any]) -> Iterator[tuple[str, Getter]]:
+    """What ``function`` names, each with a way to ask for it anew."""
+    if isinstance(function, functools.partial):
+        for place, value in [*enumerate(function.args), *function.keywords.items()]:
+            yield f"argument {place}", functools.partial(_same, value)
+        return
     plain = getattr(function, "__func__", function)
+    if not hasattr(plain, "__code__"):  # an object that is called
+        plain = type(function).__call__
+    owner = getattr(function, "__self__", function)
+    if not isinstance(owner, nn.Module):
+        for name in list(getattr(owner, "__dict__", ())):
+            yield f"{type(owner).__name__}.{name}", functools.partial(vars(owner).get, name)
     code = getattr(plain, "__code__", None)
     if code is None:
-        return found
+        return
     for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-        if isinstance(value, nn.Module):
-            found[name] = value
-        elif isinstance(value, Tensor):
-            found[name] = _from_cell(cell, value)
+        yield name, functools.partial(_content, cell, _content(cell, None))
     for name in code.co_names:
-        value = plain.__globals__.get(name)
-        if isinstance(value, nn.Module):
-            found[name] = value
-        elif isinstance(value, Tensor):
-            found[name] = _from_globals(plain.__globals__, name, value)
-    return found
+        yield name, functools.partial(plain.__globals__.get, name, plain.__globals__.get(name))
+    for place, value in [*enumerate(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).items()]:
+        yield f"default {place}", functools.partial(_same, value)
 
 
-def _from_cell(cell: Any, fallback: Tensor) -> Getter:
-    def get() -> Tensor | None:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # deleted: the recording's own handle keeps the memory
-            return fallback
-        return value if isinstance(value, Tensor) else None
-
-    return get
+def _same(value: Any) -> Any:
+    return value
 
 
-def _from_globals(table: dict[str, Any], name: str, fallback: Tensor) -> Getter:
-    def get() -> Tensor | None:
-        value = table.get(name, fallback)
-        return value if isinstance(value, Tensor) else None
-
-    return get
+def _content(cell: Any, fallback: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet, or deleted: the recording's own handle keeps the memory
+        return fallback
 
 
 class InputWatch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
 from cglab.errors import BreakRefusedError, CaptureError, OutputStructureError
 from cglab.graphs.places import place_of_stack
@@ -139,19 +140,33 @@ class Split:
 
     def reach(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cuts the take around one run of the body and keeps the call for replay."""
-        frozen_args, frozen_kwargs = tree_map_only(Tensor, self.take.alias, (args, kwargs))
+        with torch.inference_mode(mode=False):  # a later replay may write into them outside of that mode
+            frozen_args, frozen_kwargs = tree_map_only(Tensor, self.take.alias, (args, kwargs))
         segment = self.take.cut()
         self.steps.append(segment)
         self.take.settle(segment)
         with staged_aside():
             output = body(*args, **kwargs)
-        self.steps.append(BreakCall(body, frozen_args, frozen_kwargs, output, self.take.guard))
+        given = {_place(leaf): leaf for leaf in tree_iter((frozen_args, frozen_kwargs)) if _has_memory(leaf)}
+        with torch.inference_mode(mode=False):
+            own = tree_map_only(Tensor, lambda t: t if _place(t) in given else t.clone(), output)
+        held = tree_map_only(Tensor, lambda t: given.get(_place(t), t), own)
+        self.steps.append(BreakCall(body, frozen_args, frozen_kwargs, held, self.take.guard))
         self.take.resume()
-        return output
+        return own
 
     def finish(self) -> None:
         """Keeps the last segment."""
         self.steps.append(self.take.cut())
+
+
+def _has_memory(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Tells apart tensors that do not show the same elements of the same memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 @contextmanager
@@ -181,13 +196,15 @@ class BreakCall:
         self.name = getattr(body, "__qualname__", repr(body))
         self._body, self._args, self._kwargs = body, args, kwargs
         self._held, self._structure = tree_flatten(output)
+        self._given = {_place(leaf) for leaf in tree_iter((args, kwargs)) if _has_memory(leaf)}
 
+    @torch.no_grad()
     def replay(self) -> None:
         """Runs the body and copies what it returns into the tensors that later segments read.
 
         Raises:
-            OutputStructureError: if the output's structure or a Python value in it changed, which the recorded
-                segments after it cannot follow (P33, P36).
+            OutputStructureError: if the output's structure, a Python value in it, or which argument it hands on
+                changed, which the recorded segments after it cannot follow (P33, P36).
         """
         with self._guard():
             fresh, structure = tree_flatten(self._body(*self._args, **self._kwargs))
@@ -204,8 +221,13 @@ class BreakCall:
                         f"{tuple(held.shape)} {held.dtype} at capture",
                         advice="pad the result to the captured shape inside the break",
                     )
-                if held.data_ptr() != new.data_ptr():
+                if _place(held) not in self._given:
                     held.copy_(new)
+                elif _place(held) != _place(new):  # a copy would change memory that is not the recording's
+                    raise OutputStructureError(
+                        f"the break {self.name!r} returned one of its arguments at capture and another tensor now",
+                        advice="return a new tensor, or write into the argument",
+                    )
             elif isinstance(held, Tensor) or isinstance(new, Tensor) or held != new:
                 raise OutputStructureError(
                     f"the break {self.name!r} returned {new!r} at replay, {held!r} at capture: "
@@ -219,4 +241,4 @@ class BreakCall:
 
     def close(self) -> None:
         """Drops arguments and outputs."""
-        self._args, self._kwargs, self._held = (), {}, []
+        self._args, self._kwargs, self._held, self._given = (), {}, [], set()

@@ -15,6 +15,7 @@ from cglab.graphs.backends import check_backend
 from cglab.graphs.breaks import Aside, staged
 from cglab.graphs.buckets import checked_sizes
 from cglab.graphs.captured import Captured
+from cglab.graphs.constants import snapshot
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
@@ -40,6 +41,9 @@ class CapturedFunction:
         self._watch = dict(watch)
         self._captured: Captured | None = None
         self._constants: dict[str, Any] = {}
+        self._baked: dict[str, Any] = {}
+        self._told: dict[str, str] = {}
+        self._held: list[Tensor] = []
         self._misses = Coverage()
 
     def __call__(self, **inputs: Any) -> Any:
@@ -50,14 +54,17 @@ class CapturedFunction:
         """
         values, constants = self._sort(inputs)
         captured = self._captured or self.warm(**inputs)
-        changed = _differences(constants, self._constants)
-        if changed and captured.options.backend != "eager":
-            name = min(changed)
-            facts = f"{name!r} was captured as {self._constants.get(name)!r}, now {constants.get(name)!r}"
-            captured.counts.miss(Miss(Reason.CONSTANT, facts))
-            with torch.no_grad():
-                return self._function(**inputs)
-        return captured(**values)
+        now = _snapshots(constants)
+        if now == self._baked:
+            return captured(**values)
+        miss = Miss(Reason.BACKEND_EAGER)
+        if captured.options.backend != "eager":
+            name = min(n for n in now.keys() | self._baked.keys() if now.get(n) != self._baked.get(n))
+            told = repr(constants[name]) if name in constants else "not given"
+            miss = Miss(
+                Reason.CONSTANT, f"{name!r} was captured as {self._told.get(name, 'not given')}, now {told}"
+            )
+        return captured.run_eager(miss, values, captured.live_size(values), self._bound(constants))
 
     def warm(self, **inputs: Any) -> Captured:
         """Captures every bucket now, from example inputs.
@@ -80,8 +87,10 @@ class CapturedFunction:
             (v.device for v in values.values() if v is not None and v.device.type != "cpu"),
             torch.device("cpu"),
         )
-        self._constants = constants
-        contract = AddressContract({**closed_over(self._function), **self._watch})
+        self._constants, self._baked = constants, _snapshots(constants)
+        self._told = {name: repr(value) for name, value in constants.items()}
+        modules = {name: value for name, value in constants.items() if isinstance(value, nn.Module)}
+        contract = AddressContract({**closed_over(self._function), **modules, **self._watch})
         captured = Captured(
             self.name,
             self._bound(constants),
@@ -91,7 +100,6 @@ class CapturedFunction:
             self._options,
             contract=contract,
         )
-        self._captured = captured
         rows = {n: v for n, v in values.items() if v is not None}
 
         def example(views: dict[str, Tensor]) -> None:
@@ -100,8 +108,13 @@ class CapturedFunction:
             if not self._held:
                 self._hold_inputs(views)
 
-        self._held: list[Tensor] = []
-        captured.capture(example, absent=absent)
+        self._held = []
+        try:
+            captured.capture(example, absent=absent)
+        except BaseException:  # refused or interrupted half-way: the next call starts anew
+            captured.close()
+            raise
+        self._captured = captured
         return captured
 
     def _bound(self, constants: dict[str, Any]) -> Callable[..., Any]:
@@ -168,29 +181,21 @@ class CapturedFunction:
         self.close()
 
 
-def _differences(left: dict[str, Any], right: dict[str, Any]) -> set[str]:
-    return {
-        name
-        for name in left.keys() | right.keys()
-        if name not in left or name not in right or left[name] != right[name]
-    }
+def _snapshots(constants: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: snapshot(name, value) for name, value in constants.items()}
 
 
 def _tile(view: Tensor, example: Tensor | None, axis: int | None) -> None:
     """Fills ``view`` with the example's rows, over and over, so that a capture sees valid values."""
-    if example is None:
+    if example is None or not example.numel():
         return
-    if axis is None:
-        view.copy_(example)
-        return
-    rows = example.shape[axis]
-    if rows:
-        index = torch.arange(view.shape[axis], device=example.device) % rows
-        source = example.index_select(axis, index)
-        head = view
-        for other, n in enumerate(source.shape):
-            head = head.narrow(other, 0, min(n, head.shape[other]))
-        head.copy_(source)
+    if axis is not None:
+        index = torch.arange(view.shape[axis], device=example.device) % example.shape[axis]
+        example = example.index_select(axis, index)
+    for other, n in enumerate(example.shape):  # a ragged example fills its part
+        view = view.narrow(other, 0, min(n, view.shape[other]))
+        example = example.narrow(other, 0, view.shape[other])
+    view.copy_(example)
 
 
 def capture(

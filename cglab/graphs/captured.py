@@ -8,7 +8,6 @@ phase of the model needs.
 from __future__ import annotations
 
 import atexit
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from cglab.graphs.breaks import capturing
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.dispatch import choose_bucket, live_size
 from cglab.graphs.keys import ShapeKey
-from cglab.graphs.options import MANY_SHAPES, ManyShapesWarning, Options
+from cglab.graphs.options import MANY_SHAPES, Options, warn_of_many_shapes
 from cglab.graphs.outputs import LiveView, Stored
 from cglab.graphs.recorder import Pool, Recorder
 from cglab.graphs.recorders import recorder_for
@@ -113,9 +112,9 @@ class Captured:
             CaptureError: if nothing could be recorded for a reason other than memory, or ``strict`` is set.
         """
         self._require_open()
-        self._tried = True
         if self._recordings is not None:
             self._recordings.capture(self.buckets, prepare, absent)
+        self._tried = True
 
     def live_size(self, values: Mapping[str, Tensor | None]) -> int:
         """The live size that all values agree on; see ``dispatch.live_size``."""
@@ -157,7 +156,8 @@ class Captured:
         return key
 
     def load(self, values: Mapping[str, Tensor | None], live: int, size: int) -> None:
-        """Copies the live rows in and resets the padded tail of every slot."""
+        """Copies the live rows in and resets the padded tail of every slot; see ``StaticBuffers.load``."""
+        self._pool.require_free(f"a step of {self.name}")
         self.buffers.load({name: value for name, value in values.items() if value is not None}, live, size)
 
     def replay(self, key: ShapeKey) -> Stored:
@@ -212,28 +212,29 @@ class Captured:
         decision = self.can_run(values, live)
         if isinstance(decision, Miss):
             return self.run_eager(decision, values, live)
-        self.load(values, live, decision.size)
-        output = self.replay(decision)
-        self.counts.hit(str(decision), decision.size, live)
-        return self.trim(output, live, decision.size)
+        with self._pool.turn:
+            self.load(values, live, decision.size)
+            output = self.replay(decision)
+            self.counts.hit(str(decision), decision.size, live)
+            return self.trim(output, live, decision.size)
 
-    def run_eager(self, miss: Miss, values: Mapping[str, Tensor | None], live: int) -> Any:
-        """The plain function on the live inputs; the reason is counted."""
+    def run_eager(
+        self,
+        miss: Miss,
+        values: Mapping[str, Tensor | None],
+        live: int,
+        function: Callable[..., Any] | None = None,
+    ) -> Any:
+        """The plain function, or the one that this call asks for, on the live inputs; the reason is counted."""
+        self._require_open()
+        kept = self.buffers.state(values, live)
         self.counts.miss(miss)
         if miss.reason in (Reason.ABOVE_LARGEST, Reason.WASTE_CEILING, Reason.SIZE_NOT_CAPTURED):
             self._eager_sizes.add(live)
             if len(self._eager_sizes) == MANY_SHAPES:
-                warnings.warn(
-                    ManyShapesWarning(
-                        f"{self.name}: {MANY_SHAPES} different sizes ran eager ({sorted(self._eager_sizes)}); "
-                        f"the buckets are {list(self.buckets)}: add sizes that fit, or switch padding on"
-                    ),
-                    stacklevel=3,
-                )
-        absent = self.slots.keys() - values.keys()
-        kept = self.buffers.view(live, [name for name in absent if self.slots[name].pad is Padding.KEEP])
+                warn_of_many_shapes(self.name, self._eager_sizes, self.buckets)
         with torch.no_grad():
-            return self.function(**{**dict.fromkeys(absent), **values, **kept})
+            return (function or self.function)(**{**dict.fromkeys(self.slots), **values, **kept})
 
     def run_padded_eager(self, values: Mapping[str, Tensor | None], live: int, size: int) -> Any:
         """Oracle 1: the same function, eager, over the same padded static buffers; untrimmed views trimmed alike."""

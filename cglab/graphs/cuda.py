@@ -21,7 +21,7 @@ from cglab.errors import CaptureError, InputError
 from cglab.graphs import faults
 from cglab.graphs.cuda_errors import explain
 from cglab.graphs.cuda_pool import CudaPool
-from cglab.graphs.recorder import Pool, Result, Segment, explained
+from cglab.graphs.recorder import Pool, Result, Segment, explained, seen_alike
 from cglab.graphs.streams import StreamWatch, install
 
 ERROR_MODE = "thread_local"
@@ -95,7 +95,7 @@ class CudaTake:
             tensor.untyped_storage().data_ptr(), tensor.device, tensor.untyped_storage().nbytes()
         )
         bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return seen_alike(bare.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()), tensor)
 
     @staticmethod
     @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from cglab.graphs.selfcheck import Vary, vary_rows
@@ -17,6 +18,17 @@ class CaptureFailedWarning(UserWarning):
 
 class ManyShapesWarning(UserWarning):
     """Many different sizes ran eager: the buckets do not fit the workload (B57)."""
+
+
+def warn_of_many_shapes(name: str, sizes: Collection[int], buckets: Sequence[int]) -> None:
+    """Says once that many sizes of a step ran eager; told at the line that called the step."""
+    warnings.warn(
+        ManyShapesWarning(
+            f"{name}: {len(sizes)} different sizes ran eager ({sorted(sizes)}); "
+            f"the buckets are {list(buckets)}: add sizes that fit, or switch padding on"
+        ),
+        stacklevel=4,
+    )
 
 
 @dataclass

@@ -7,8 +7,9 @@ replay overwrites them (P32, B20).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class OutputBuffers:
             )
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
+                require_plain(index, leaf)
                 continue
             held = self._buffers[index]
             if held is not None and (
@@ -96,19 +98,49 @@ class OutputBuffers:
         return Stored(tuple(kept), structure)
 
 
-def rows_per_size(shapes: dict[ShapeKey, list[tuple[int, ...] | None]]) -> list[int | None]:
+def require_plain(index: int, leaf: object) -> None:
+    """Refuses an output inside of which tensors would be neither trimmed nor copied.
+
+    Raises:
+        OutputStructureError: for an object that is no plain value.
+    """
+    if leaf is not None and not isinstance(leaf, bool | int | float | complex | str | bytes | Enum):
+        raise OutputStructureError(
+            f"output {index} is a {type(leaf).__name__}, whose tensors cannot be found",
+            advice="return tensors in tuples, lists, dicts or named tuples, or register the class "
+            "with torch.utils._pytree.register_pytree_node",
+        )
+
+
+def rows_per_size(outputs: Mapping[ShapeKey, Sequence[Any]]) -> list[int | None]:
     """How many rows each output leaf has for each unit of bucket size; None for a leaf of fixed size.
 
     Args:
-        shapes: leaf shapes by key, for at least two different sizes, so that a coincidence cannot mislead.
+        outputs: leaves by key, for at least two different sizes, so that a coincidence cannot mislead.
 
     Raises:
-        OutputStructureError: if a leaf's rows neither stay nor grow with the size: state the trimming yourself.
+        OutputStructureError: if a leaf's rows neither stay nor grow with the size, if it grows on another axis,
+            or if a Python value depends on the size, as padding would change it.
     """
     result: list[int | None] = []
-    for index in range(len(next(iter(shapes.values())))):
-        rows = {key.size: s[index][0] for key, s in shapes.items() if s[index]}  # type: ignore[index]
-        if not rows or len(set(rows.values())) == 1:
+    for index, leaf in enumerate(next(iter(outputs.values()))):
+        by_size = {key.size: leaves[index] for key, leaves in outputs.items()}
+        if not isinstance(leaf, Tensor):
+            if any(value != leaf for value in by_size.values()):
+                raise OutputStructureError(
+                    f"output {index} is {by_size} by bucket size: a padded step would return the bucket's",
+                    advice="return no Python value that depends on the size, or switch padding off",
+                )
+            result.append(None)
+            continue
+        if len({value.shape[1:] for value in by_size.values()}) > 1:
+            raise OutputStructureError(
+                f"output {index} grows on another axis than its first: "
+                f"{ {size: tuple(value.shape) for size, value in by_size.items()} } by bucket size",
+                advice="return it with the rows on the first axis",
+            )
+        rows = {size: value.shape[0] for size, value in by_size.items() if value.dim()}
+        if len(set(rows.values())) <= 1:
             result.append(None)
             continue
         ratios = {rows_here / size for size, rows_here in rows.items()}

@@ -6,6 +6,7 @@ against this and know no device.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -70,9 +71,13 @@ class Pool(ABC):
 
     One user at a time: a replay inside a replay, or with borrowed memory still alive, would overwrite what its
     caller reads (P59, P60).
+
+    Attributes:
+        turn: held by a thread from the load of a step to its trimmed result; other threads wait.
     """
 
     def __init__(self) -> None:
+        self.turn = threading.RLock()
         self._user: str | None = None
         self._borrowed: list[weakref.ref[Tensor]] = []
 
@@ -89,6 +94,18 @@ class Pool(ABC):
     def close(self) -> None:
         """Gives the memory back once no recording holds it."""
 
+    def require_free(self, user: str) -> None:
+        """Refuses ``user`` inside a capture or replay, before it touches inputs that are shared.
+
+        Raises:
+            PoolBusyError: if the pool is in use.
+        """
+        if self._user is not None:
+            raise PoolBusyError(
+                f"{user} would run inside {self._user}, which uses the same graph pool; "
+                "give runners that call each other a pool each (another group)"
+            )
+
     @contextmanager
     def in_use(self, user: str) -> Iterator[None]:
         """Marks the pool as used by one capture or replay.
@@ -96,11 +113,7 @@ class Pool(ABC):
         Raises:
             PoolBusyError: if it is in use already, or borrowed memory is alive.
         """
-        if self._user is not None:
-            raise PoolBusyError(
-                f"{user} would run inside {self._user}, which uses the same graph pool; "
-                "give runners that call each other a pool each (another group)"
-            )
+        self.require_free(user)
         self._borrowed = [key for key in self._borrowed if key() is not None]
         if self._borrowed:
             raise PoolBusyError(
@@ -154,6 +167,12 @@ class Recorder(Protocol):
     def synchronize(self) -> None:
         """Waits for the device."""
         ...
+
+
+def seen_alike(alias: Tensor, tensor: Tensor) -> Tensor:
+    """``alias`` of the memory of ``tensor``, lazily conjugated or negated where ``tensor`` is."""
+    alias = alias.conj() if tensor.is_conj() else alias
+    return torch._neg_view(alias) if tensor.is_neg() else alias
 
 
 @contextmanager

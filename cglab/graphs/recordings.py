@@ -123,19 +123,21 @@ class Recordings:
 
     def _trim_rule(self) -> list[int | None] | None:
         keys = self._backend.keys
-        if not keys:
-            return None
-        shapes = {key: _shapes(self._backend.artifact(key).output.leaves) for key in keys}
-        if len(keys) == 1 and keys[0].size > 1:  # one size cannot tell rows from coincidence: ask another
-            smaller = keys[0].size - 1
-            step = self.step_over(self._buffers.view(smaller, self.present))
-            try:
-                shapes[self.key(smaller)] = _shapes(tree_flatten(self._recorder.shape_of(step))[0])
-            except CaptureError:
-                return None  # the function runs at this one size only: see Captured.trim
-        if len(shapes) == 1:
-            return [None] * len(next(iter(shapes.values())))  # a single bucket of one row is never padded
-        return rows_per_size(shapes)
+        if not keys or not self._options.padding:
+            return None  # exact sizes are never trimmed
+        outputs = {key: self._backend.artifact(key).output.leaves for key in keys}
+        if len(keys) > 1:
+            return rows_per_size(outputs)
+        (only,) = keys
+        if only.size == 1:
+            return [None] * len(outputs[only])  # a single bucket of one row is never padded
+        # One size cannot tell rows from coincidence: ask another.
+        step = self.step_over(self._buffers.view(only.size - 1, self.present))
+        try:
+            smaller = tuple(tree_flatten(self._recorder.shape_of(step))[0])
+            return rows_per_size({**outputs, self.key(only.size - 1): smaller})
+        except CaptureError:
+            return None  # the function runs, or can be trimmed, at this one size only: see Captured.trim
 
     def can_run(self, key: ShapeKey) -> bool:
         """Whether ``key`` has a recording."""
@@ -157,7 +159,3 @@ class Recordings:
     def close(self) -> None:
         """Forgets every recording."""
         self._backend.close()
-
-
-def _shapes(leaves: Sequence[Any]) -> list[tuple[int, ...] | None]:
-    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]

@@ -226,6 +226,24 @@ class StaticBuffers:
                 return f"slot {name!r}: axis {axis} is {got}, the static buffer has {room}"
         return None
 
+    def state(self, values: Mapping[str, Tensor | None], live: int) -> dict[str, Tensor]:
+        """The rows of every slot that keeps state, for an eager step: given values are loaded, as before a replay.
+
+        Raises:
+            SlotError: if a buffer cannot hold this many rows, or a value does not fit it.
+        """
+        names = [name for name, slot in self.slots.items() if slot.pad is Padding.KEEP]
+        given = {name: value for name in names if (value := values.get(name)) is not None}
+        if live > self.maximum and any(self.slots[name].axis is not None for name in names):
+            raise SlotError(
+                f"slots {names} keep state for {self.maximum} rows, this step has {live}; split it"
+            )
+        for name, value in given.items():
+            if (misfit := self.misfit(name, value, live)) is not None:
+                raise SlotError(f"{misfit}, and what it keeps must fit there")
+        self.load(given, live, live)
+        return self.view(live, names)
+
     def load(self, values: Mapping[str, Tensor], live: int, size: int) -> None:
         """Copies a live batch in and resets every padded tail of the bucket.
 

@@ -14,7 +14,7 @@ from bisect import bisect_right, insort
 import torch
 from torch import Tensor
 
-from cglab.graphs.recorder import Pool
+from cglab.graphs.recorder import Pool, seen_alike
 
 ALIGNMENT = 64
 CHUNK_BYTES = 1 << 20
@@ -40,8 +40,9 @@ class Chunk:
     def alias(self, tensor: Tensor) -> Tensor:
         """The same elements as ``tensor`` without owning its block."""
         offset = tensor.data_ptr() - self._base
-        bare = torch.empty(0, dtype=tensor.dtype)
-        return bare.set_(self.storage, offset // tensor.element_size(), tensor.shape, tensor.stride())
+        place = self.storage, offset // tensor.element_size(), tensor.shape, tensor.stride()
+        with torch.inference_mode(mode=False):  # replays write into it outside of that mode too
+            return seen_alike(torch.empty(0, dtype=tensor.dtype).set_(*place), tensor)
 
 
 class TapePool(Pool):
@@ -86,7 +87,8 @@ class TapePool(Pool):
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         weakref.finalize(block, self._give, address, size).atexit = False
         storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
+        with torch.inference_mode(mode=False):
+            return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor in a block of its own."""

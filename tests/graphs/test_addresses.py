@@ -1,5 +1,6 @@
 """What a recording reads by address: held, watched by name, and refused when it moves."""
 
+import functools
 import gc
 import weakref
 
@@ -304,3 +305,61 @@ def test_the_watch_tells_outside_memory_from_what_is_made_inside(device):
     assert [t.untyped_storage().data_ptr() for t in watch.outside.values()] == [
         outside.data_ptr(), view_base.data_ptr(),
     ]  # fmt: skip
+
+
+class Owner:
+    def __init__(self, model):
+        self.model = model
+
+    def step(self, x):
+        return self.model(x)
+
+    __call__ = step
+
+
+def decorated(model):
+    def step(x):
+        return model(x)
+
+    @functools.wraps(step)
+    def outer(**inputs):
+        return step(**inputs)
+
+    return outer
+
+
+REACHES = {
+    "method of a plain object": lambda model: Owner(model).step,
+    "callable object": Owner,
+    "partial": lambda model: functools.partial(lambda m, x: m(x), model),
+    "decorated": decorated,
+    "no_grad": lambda model: torch.no_grad()(lambda x: model(x)),
+    "default": lambda model: eval("lambda x, m=model: m(x)", {"model": model}),
+}
+
+
+@pytest.mark.parametrize("reach", REACHES)
+def test_b36_weights_that_moved_are_refused_however_the_function_reaches_them(device, model, reach):
+    captured = of(REACHES[reach](model), device)
+    captured(x=torch.ones(2, 3, device=device))
+    model.fc.weight = nn.Parameter(model.fc.weight + 1, requires_grad=False)
+    with pytest.raises(AddressError, match=r"fc\.weight"):
+        captured(x=torch.ones(2, 3, device=device))
+
+
+def test_b36_a_module_that_was_replaced_under_its_own_name_is_refused(device, model):
+    owner, current = Owner(model), model
+    bound, closure = of(owner.step, device), of(lambda x: current(x), device)
+    owner.model = current = Model(device)
+    for captured in (bound, closure):
+        with pytest.raises(AddressError, match="is another module than was captured"):
+            captured(x=torch.ones(2, 3, device=device))
+
+
+def test_a_module_switched_to_evaluation_is_not_replayed_in_training(device):
+    dropout = nn.Sequential(nn.Dropout(0.5)).train()
+    captured = of(lambda x: dropout(x), device)
+    captured(x=torch.ones(2, 3, device=device))
+    dropout.eval()
+    with pytest.raises(AddressError, match="training and evaluation"):
+        captured(x=torch.ones(2, 3, device=device))

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -438,3 +439,58 @@ def test_b32_a_function_of_one_size_only_is_never_handed_out_untrimmed(device):
             OutputStructureError, match=r"3 rows padded to 4(?s:.*)capture at least two sizes"
         ):
             captured(x=rows(device, 3))
+
+
+def test_a_capture_that_was_interrupted_starts_anew_with_the_next_call(device):
+    calls = []
+
+    def step(x):
+        calls.append(x)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return x * 2
+
+    captured = cglab.capture(step, slots={"x": cglab.Slot()}, buckets=(2, 4), self_check=True)
+    with pytest.raises(KeyboardInterrupt):
+        captured(x=torch.ones(4, device=device))
+    for live in (4, 2, 3):
+        assert captured(x=torch.ones(live, device=device)).tolist() == [2] * live
+    assert captured.coverage().captured == 3
+
+
+def test_strict_raises_at_every_call(device):
+    captured = cglab.capture(
+        lambda x: x * x.sum().item(), slots={"x": cglab.Slot()}, buckets=(4,), strict=True
+    )
+    for _ in range(2):
+        with pytest.raises(cglab.errors.HostReadError):
+            captured(x=torch.ones(4, device=device))
+
+
+@pytest.mark.parametrize("function", [lambda x: x * 2, lambda x: x.t() @ x, lambda x: (x.sum(0), x.shape[1])])
+def test_b32_one_bucket_whose_output_cannot_be_trimmed_is_never_handed_out_padded(device, function):
+    with cglab.capture(function, slots={"x": cglab.Slot(axis=1)}, buckets=(4,)) as captured:
+        captured(x=torch.ones(2, 4, device=device))
+        with pytest.raises(OutputStructureError, match="how its output grows is not known"):
+            captured(x=torch.ones(2, 3, device=device))
+
+
+def test_b32_a_python_value_that_depends_on_the_size_is_refused_unless_sizes_are_exact(device):
+    def step(x):
+        return x * 2, x.shape[0]
+
+    captured = cglab.capture(step, slots=X, buckets=(2, 4))
+    with pytest.raises(OutputStructureError, match="would return the bucket's"):
+        captured(x=rows(device, 3))
+    with cglab.capture(step, slots=X, buckets=(2, 4), padding=False) as captured:
+        assert captured(x=rows(device, 2))[1] == 2
+        assert captured(x=rows(device, 4))[1] == 4
+        assert captured.coverage().captured == 2
+
+
+def test_an_output_whose_tensors_cannot_be_found_is_refused(device):
+    captured = cglab.capture(
+        lambda x: SimpleNamespace(logits=x * 2), slots=X, buckets=(2, 4), self_check=False, strict=True
+    )
+    with pytest.raises(OutputStructureError, match="SimpleNamespace, whose tensors cannot be found"):
+        captured(x=rows(device, 3))

@@ -1,6 +1,8 @@
 """Pools and groups: what shares memory, what must not, and what a bucket costs."""
 
+import contextlib
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -276,3 +278,35 @@ def test_a_hundred_captures_do_not_grow_the_pool():
         one.capture()
     assert pool.reserved_bytes == reserved and pool.used_bytes == 0 and len(one.memory()) == 2
     one.close()
+
+
+def test_p59_a_refused_step_inside_a_replay_leaves_the_inputs_of_that_replay_alone(device):
+    def inner(y):
+        if captured.captured_sizes:
+            with contextlib.suppress(PoolBusyError):
+                captured(x=torch.full((2,), 100.0, device=device))
+        return y * 1
+
+    body = cglab.eager_break(inner)
+    captured = cglab.capture(
+        lambda x: body(x * 2) + x, slots={"x": Slot()}, buckets=(2,), backend="breakable"
+    )
+    for _ in range(2):
+        assert captured(x=torch.ones(2, device=device)).tolist() == [3, 3]
+    captured.close()
+
+
+def test_p59_threads_take_turns_from_load_to_result():
+    captured = cglab.capture(lambda x: (x * 2).sum(-1), slots={"x": Slot()}, buckets=(4,), clone=True)
+    captured(x=torch.ones(4, 2000))
+    wrong = []
+
+    def work(value):
+        for _ in range(100):
+            got = captured(x=torch.full((4, 2000), value))
+            if got.tolist() != [value * 4000] * 4:
+                wrong.append(got)
+
+    with captured, ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (1.0, 2.0)))
+    assert not wrong

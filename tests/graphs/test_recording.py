@@ -604,3 +604,13 @@ def test_a_missing_input_is_refused_by_name():
     with pytest.raises(SlotError, match="'y'"):
         captured(x=torch.ones(2, 4))
     captured.close()
+
+
+def test_lazily_conjugated_and_negated_views_are_recorded_as_they_are_seen(device):
+    def step(x):
+        return (x * 2).conj() + 1, (x * 2).conj().imag * 3
+
+    with cglab.capture(step, slots={"x": cglab.Slot()}, buckets=(2,), strict=True) as captured:
+        for x in (torch.tensor([1j, 2j], device=device), torch.tensor([3.0, 4j], device=device)):
+            for got, want in zip(captured(x=x), step(x), strict=True):
+                assert torch.equal(got, want)

@@ -337,3 +337,25 @@ def test_a_slot_of_several_rows_a_request_pads_in_those_rows(device):
         assert captured(ids=ints(device, 1, 2, 3, 4, 5, 6)).tolist() == [2, 4, 6, 8, 10, 12]
         with pytest.raises(SlotError, match="no multiple of its width 3"):
             captured(ids=ints(device, 1, 2, 3, 4))
+
+
+def test_state_given_to_an_eager_step_is_what_the_next_replay_reads(device):
+    step = cglab.capture(
+        lambda x, state: x + state, slots={"x": Slot(), "state": Slot(pad=Padding.KEEP)}, buckets=(2, 4),
+        waste_ceiling=1.0,
+    )  # fmt: skip
+    ones = torch.ones(4, device=device)
+    step(x=ones, state=ones)
+    assert step(x=ones[:3], state=ones[:3] * 9).tolist() == [10] * 3
+    assert step.coverage().reasons == {"WASTE_CEILING": 1}
+    assert step(x=ones[:2]).tolist() == [10] * 2
+    assert step(x=ones[:3], state=None).tolist() == [10] * 3, "None leaves the state, eager as captured"
+    with pytest.raises(SlotError, match="state for 4 rows, this step has 6"):
+        step(x=torch.ones(6, device=device))
+
+
+def test_b25_a_first_call_that_fills_a_ragged_slot_in_part_captures(device):
+    table = Slot(shape=(8,), dtype=torch.float32, axis=None, ragged=(0,))
+    step = cglab.capture(lambda x, t: x + t.sum(), slots={"x": Slot(), "t": table}, buckets=(4,))
+    assert step(x=torch.ones(4, device=device), t=torch.ones(3, device=device)).tolist() == [4] * 4
+    assert step.coverage().captured == 1
