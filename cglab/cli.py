@@ -10,11 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
+from math import isfinite
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from cglab import __version__
 from cglab.commands.console import BAD_INPUT, FAILS, Outcome, note
@@ -36,23 +40,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    with _interrupts() as interrupts:
+        try:
+            status = _run(arguments)
+            sys.stdout.flush()
+        except BaseException as error:
+            # An interrupt in the middle of an import may come out as another error.
+            told = _failure(KeyboardInterrupt() if interrupts else error)
+            if told is None:
+                raise
+            return told
+    return status
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Counts Ctrl-C, which stays what it is: a KeyboardInterrupt. Where it is ignored it stays ignored."""
+    seen: list[int] = []
+
+    def interrupted(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield seen
+        return
+    signal.signal(signal.SIGINT, interrupted)
     try:
-        status = _run(arguments)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _failure(error: BaseException) -> int | None:
+    """Says what went wrong, in one message; the exit status, or None for a bug, which keeps its traceback."""
+    if isinstance(error, KeyboardInterrupt):
         note("cglab: interrupted; earlier results and reports are as they were, nothing is half-written")
         return INTERRUPTED
-    except BrokenPipeError:
+    if isinstance(error, BrokenPipeError):
         # Python flushes standard output once more at its end, and would complain there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-    except CglabError as error:
+    # An OSError is a full or failing disk that nothing below knew more about.
+    if isinstance(error, CglabError | OSError):
         note(f"cglab: {error}")
         return BAD_INPUT if isinstance(error, InputError) else FAILS
-    except OSError as error:  # a full or failing disk, where no layer below could say more
-        note(f"cglab: {error}")
-        return FAILS
-    return status
+    return None
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -64,11 +97,20 @@ def _run(arguments: Sequence[str] | None) -> int:
     with redirect_stdout(sys.stderr):
         outcome = _command(options.run)(options)
     as_json = getattr(options, "json", False)
-    text = json.dumps(outcome.value, allow_nan=False, indent=2) if as_json else outcome.text
+    text = json.dumps(_finite(outcome.value), allow_nan=False, indent=2) if as_json else outcome.text
     # A terminal that cannot show a character gets its escape, not an error.
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="backslashreplace").decode(encoding) + "\n")
     return outcome.status
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with None for what JSON has no number for: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _command(home: str) -> Command:

@@ -70,25 +70,25 @@ def execute(
 def _run(client: NotebookClient) -> None:
     """Runs a client in a thread of its own: in the main thread it would take Ctrl-C for a dead kernel."""
     failed: list[BaseException] = []
-    loop = asyncio.new_event_loop()
+    # A loop of its own, which ends every task that nbclient leaves behind when it closes.
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    loop = runner.get_loop()
     # What the kernel's process itself says is kept off the terminal, and told if it dies.
     with tempfile.TemporaryFile() as said:
-        task = loop.create_task(client.async_execute(stdout=said, stderr=said))
 
         def work() -> None:
             try:
-                loop.run_until_complete(task)
+                with runner:
+                    runner.run(client.async_execute(stdout=said, stderr=said))
             except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
                 failed.append(error)
-            finally:
-                loop.close()
 
         thread = threading.Thread(target=work, name="notebook", daemon=True)
         thread.start()
         try:
             thread.join()
         except BaseException:
-            loop.call_soon_threadsafe(task.cancel)  # nbclient then ends its kernel
+            loop.call_soon_threadsafe(_cancel_all, loop)  # nbclient then ends its kernel
             thread.join(timeout=10)
             raise
         if failed:
@@ -96,3 +96,8 @@ def _run(client: NotebookClient) -> None:
                 said.seek(0)
                 failed[0].add_note(said.read()[-2000:].decode(errors="replace"))
             raise failed[0]
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()

@@ -13,6 +13,7 @@ from cglab.lab.benches import BENCHES
 from cglab.lab.oracles import check_technique
 from cglab.lab.tables import format_table
 from cglab.lab.techniques import TECHNIQUES
+from cglab.measure.record import Record
 from cglab.measure.records import append
 
 
@@ -36,7 +37,7 @@ def parity(options: Namespace) -> Outcome:
 
 
 def bench(options: Namespace) -> Outcome:
-    """Measures one bench; status 1 if an arm did other work than its oracle."""
+    """Measures one bench; status 1 if an arm did other work than its oracle, or a suite failed."""
     chosen = BENCHES.get(options.name)
     if chosen is None:
         known = "; ".join(f"{name} ({each.text})" for name, each in BENCHES.items())
@@ -47,8 +48,15 @@ def bench(options: Namespace) -> Outcome:
     if folder is not None:
         append(folder / f"{options.name}.jsonl", records)
         note(f"{len(records)} records added to {folder / options.name}.jsonl")
-    corrupted = any(record.parity and record.parity.get("verdict") == "corrupted" for record in records)
-    return Outcome(format_table(records), [r.as_dict() for r in records], FAILS if corrupted else HOLDS)
+    return Outcome(
+        format_table(records), [r.as_dict() for r in records], HOLDS if all(map(_holds, records)) else FAILS
+    )
+
+
+def _holds(record: Record) -> bool:
+    """Whether an arm did its oracle's work, and what it was to show was shown."""
+    corrupted = record.parity is not None and record.parity.get("verdict") == "corrupted"
+    return not corrupted and record.metrics.get("ok") is not False
 
 
 def _count_to(bar: Any, done: int) -> None:

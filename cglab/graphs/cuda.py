@@ -57,6 +57,7 @@ class CudaTake:
         self.pool = pool
         self._watch = watch
         self._graph: torch.cuda.CUDAGraph | None = None
+        self.invalidated = False
 
     def resume(self) -> None:
         """Starts the next segment, after side streams that a break left open have been joined (B08)."""
@@ -115,11 +116,16 @@ class CudaTake:
         try:
             graph.capture_end()
             graph.reset()
-        except RuntimeError:  # the capture was invalidated: the allocator was left redirecting to the pool
+        except RuntimeError:  # the capture was invalidated: the allocators were left redirecting to the pool
+            self.invalidated = True
+            _invalidated.append(graph)
             for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
                 with contextlib.suppress(RuntimeError):
                     undo(index, self.pool.handle)
 
+
+_invalidated: list[torch.cuda.CUDAGraph] = []
+"""The allocator of pinned memory goes on asking a graph that could not be ended whether it records."""
 
 _capture_streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -190,6 +196,8 @@ class CudaRecorder:
                     raise
         except BaseException:
             heal(self.stream)
+            if take.invalidated:
+                pool.renew()
             raise
 
     def footprint(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +18,42 @@ class CudaPool(Pool):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self.handle = torch.cuda.graph_pool_handle()
-        # Held once for as long as the pool lives: a pool whose last graph was dropped cannot be captured into again.
-        index = device.index or 0
-        torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
-        torch._C._cuda_endAllocateToPool(index, self.handle)
-        self._held = True
+        self._handles: list[Any] = []
+        self._anchor: torch.cuda.CUDAGraph | None = None
+        self.renew()
         self._ranges: list[tuple[int, int]] = []
         self._ranges_at = -1
+
+    @property
+    def handle(self) -> Any:
+        """The allocator's name of the pool, for the next capture."""
+        return self._handles[-1]
+
+    def renew(self) -> None:
+        """Goes on under another handle; what was recorded under earlier ones stays.
+
+        A capture that could not be ended leaves the allocator of pinned memory recording to its handle for good.
+        """
+        if self._anchor is not None:
+            self._anchor.reset()
+        self._handles.append(torch.cuda.graph_pool_handle())
+        self._anchor = self._captured_nothing()
+
+    def _captured_nothing(self) -> torch.cuda.CUDAGraph:
+        """An empty graph of the pool, kept for as long as the pool lives.
+
+        The allocators of device memory and of pinned memory refuse to capture into a pool whose last graph is gone.
+        """
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with (
+            warnings.catch_warnings(),
+            torch.cuda.device(self.device),
+            torch.cuda.stream(torch.cuda.Stream()),
+        ):
+            warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
+            graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            graph.capture_end()
+        return graph
 
     @property
     def reserved_bytes(self) -> int:
@@ -40,11 +70,11 @@ class CudaPool(Pool):
         stats = torch._C._cuda_memoryStats(self.device.index or 0)
         changes = stats["segment"]["all"]["allocated"] + stats["segment"]["all"]["freed"]
         if changes != self._ranges_at:
-            wanted = tuple(self.handle)
+            wanted = {tuple(handle) for handle in self._handles}
             self._ranges = [
                 (segment["address"], segment["address"] + segment["total_size"])
                 for segment in torch.cuda.memory_snapshot()
-                if tuple(segment.get("segment_pool_id", ())) == wanted
+                if tuple(segment.get("segment_pool_id", ())) in wanted
             ]
             self._ranges_at = changes
         return self._ranges
@@ -61,8 +91,8 @@ class CudaPool(Pool):
 
     def close(self) -> None:
         """Returns the pool's segments to the driver once no recording holds them."""
-        if self._held:
-            torch._C._cuda_releasePool(self.device.index or 0, self.handle)
-            self._held = False
+        if self._anchor is not None:
+            self._anchor.reset()
+            self._anchor = None
         gc.collect()
         torch.cuda.empty_cache()

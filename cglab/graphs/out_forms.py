@@ -61,7 +61,9 @@ def out_form(
     wanted = [result.clone() for result in results]
     places = [(t.data_ptr(), t.shape, t.stride()) for t in targets]
     for target in targets:
-        target.view(torch.uint8).fill_(0xA5) if target.is_contiguous() and target.dim() else target.zero_()
+        target.view(torch.uint8).fill_(0xA5) if target.dim() and target.is_contiguous() and target.stride(
+            -1
+        ) == 1 else target.zero_()
     try:
         form.call(args, kwargs, targets)
         same = all(
@@ -81,7 +83,6 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
         return False
     if not left.numel():
         return True
-    left, right = left.contiguous(), right.contiguous()
-    if left.dim() == 0:
-        left, right = left.reshape(1), right.reshape(1)
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    # A clone, since a contiguous tensor may still have an odd stride on an axis of one element.
+    plain = (side.clone(memory_format=torch.contiguous_format).reshape(-1) for side in (left, right))
+    return torch.equal(*(side.view(torch.uint8) for side in plain))

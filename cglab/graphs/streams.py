@@ -3,6 +3,7 @@
 A segment cannot end while a stream that it forked is still open (B09, P48), and work that a break leaves running on
 another stream would race with the next segment (B08). So forks are noted where they happen, with the user's line.
 ``Stream.wait_stream`` and ``torch.cuda.stream`` are wrapped once; outside of a watch they do what they always did.
+So is ``Tensor.pin_memory``: newer allocators let it pass inside a capture, with the host's values baked in (B06).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 
-from cglab.errors import Place
+from cglab.errors import Place, UnsupportedOperationError
 from cglab.graphs.places import place_of_stack
 
 _wait_stream = torch.cuda.Stream.wait_stream
 _enter = torch.cuda.StreamContext.__enter__
+_pin_memory = torch.Tensor.pin_memory
 
 
 class _Active(threading.local):
@@ -51,8 +53,21 @@ def _watched_enter(context: Any) -> Any:
     return _enter(context)
 
 
+def _watched_pin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    watch = _active.watch
+    if watch is not None and watch.recording:
+        raise UnsupportedOperationError(
+            "pinning memory inside a capture would replay the values that the host had then",
+            operation="Tensor.pin_memory",
+            place=place_of_stack(sys._getframe()),
+            advice="pin staging buffers before the capture, and copy from them into a slot",
+        )
+    return _pin_memory(tensor, *args, **kwargs)
+
+
 def install() -> None:
-    """Wraps the two methods; again is harmless."""
+    """Wraps the methods; again is harmless."""
+    torch.Tensor.pin_memory = _watched_pin  # type: ignore[method-assign, assignment]
     torch.cuda.Stream.wait_stream = _watched_wait  # type: ignore[assignment, method-assign]
     torch.cuda.StreamContext.__enter__ = _watched_enter  # type: ignore[method-assign]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -52,6 +53,7 @@ def recovery_sweep(
             "pico-gqa", device=device, dtype=torch.float32, max_batch=2, max_context=64, buckets=[2]
         ) as lab,
         steady_decode(lab.engine, 2, 20) as step,
+        _frozen_heap(),
     ):
         wanted = lab.runner("eager").run(step.live, **step.inputs)[1].clone()
         with faults.planned(None) as plan:
@@ -75,6 +77,17 @@ def recovery_sweep(
                 swept.failed.append(f"operation {index}: {grown} bytes more than before")
         swept.growth = _level(lab) - level
     return swept
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Every capture collects garbage first; what is alive before the sweep need not be looked through each time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _spread(count: int, sample: int | None) -> list[int]:

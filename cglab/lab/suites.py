@@ -81,7 +81,7 @@ def notebooks(
     progress("notebooks under nbval")
     path = "notebooks/00_start_here.ipynb" if quick else "notebooks"
     options = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=300"]
-    rules = f"--nbval-sanitize-with={ROOT / 'tests/notebooks/sanitize.cfg'}"
+    rules = "--nbval-sanitize-with=tests/notebooks/sanitize.cfg"
     return _record("notebooks", [path, *options, rules], device)
 
 
@@ -96,4 +96,5 @@ def gpu_tests(
         progress: called once.
     """
     progress("tests that need a CUDA device")
-    return _record("gpu-tests", ["-m", "gpu", "tests/graphs" if quick else "tests"], device)
+    layers = ("graphs",) if quick else ("graphs", "models", "runners", "engine", "measure", "lab")
+    return _record("gpu-tests", ["-m", "gpu", *(f"tests/{layer}" for layer in layers)], device)

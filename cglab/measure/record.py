@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from hashlib import sha1
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,6 +125,13 @@ def new_run() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{os.getpid()}"
 
 
+def _command() -> list[str]:
+    """What was run, as words; folders of this machine are nobody else's business."""
+    started = Path(sys.argv[0])
+    words = [started.parent.name if started.name == "__main__.py" else sys.argv[0], *sys.argv[1:]]
+    return [Path(word).name if Path(word).is_absolute() else word for word in words]
+
+
 def make_record(
     *,
     bench: str,
@@ -161,7 +169,7 @@ def make_record(
             versions=versions(),
             tree=tree_hash(),
             dirty=is_dirty(),
-            command=list(sys.argv if command is None else command),
+            command=_command() if command is None else list(command),
             metrics=dict(metrics),
             samples={name: list(values) for name, values in (samples or {}).items()},
             **facts,

@@ -113,14 +113,12 @@ class Strip(ipywidgets.VBox):  # type: ignore[misc]
         self.worker = worker
         self.state = state or StripState(requested=worker.mode, actual=worker.mode)
         self.mode = ipywidgets.ToggleButtons(
-            options=MODES,
-            value=self.state.actual,
-            description="Decode mode",
-            style={"description_width": "initial"},
-        )
+            options=MODES, value=self.state.actual, description="Decode mode",
+            style={"description_width": "initial", "button_width": "90px"},
+        )  # fmt: skip
         self.batch = ipywidgets.BoundedIntText(
             value=self.state.batch, min=1, max=worker.largest_batch, description="Batch size",
-            style={"description_width": "initial"},
+            style={"description_width": "initial"}, layout={"width": "150px"},
         )  # fmt: skip
         self.start = ipywidgets.Button(
             description="Run", tooltip="Compare the mode with eager", button_style="primary"
@@ -129,7 +127,10 @@ class Strip(ipywidgets.VBox):  # type: ignore[misc]
         self.error = ipywidgets.HTML()
         self.table = ipywidgets.HTML()
         self.plot = ipywidgets.Output()
-        controls = ipywidgets.HBox([self.mode, self.batch, self.start], layout={"flex_flow": "row wrap"})
+        controls = ipywidgets.HBox(
+            [self.mode, self.batch, self.start],
+            layout={"flex_flow": "row wrap", "align_items": "flex-end", "grid_gap": "12px"},
+        )
         super().__init__([controls, self.status, self.error, self.table, self.plot])
         # Two ways, each on its own: a traitlets.link is deaf while it passes a value on, and so to the flip back.
         traitlets.dlink((self.state, "requested"), (self.mode, "value"))
@@ -181,8 +182,10 @@ class Strip(ipywidgets.VBox):  # type: ignore[misc]
         if result is None:
             return
         frame, figure = result.as_frame(), result.plot()
-        shown = frame.drop(columns=["error", "samples"])
-        self.table.value = shown.to_html(index=False, na_rep="", float_format="{:.3g}".format, border=0)
+        shown = frame.drop(columns=["error", "samples", "capture_ms", "pool_mb"])
+        self.table.value = shown.to_html(
+            index=False, na_rep="", float_format="{:.3g}".format, border=0, justify="left", col_space=76
+        )
         # As an output and no widget: that needs no second kind of figure, and a test can read it.
         data = {PLOTLY: json.loads(figure.to_json()), "text/plain": summary(figure)}
         self.plot.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)

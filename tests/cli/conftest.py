@@ -45,6 +45,7 @@ def ask(capsys):
     """Runs ``cglab`` in this process; exit status, standard output and standard error."""
 
     def run(*words):
+        capsys.readouterr()  # what was said before is another command's
         status = main([str(word) for word in words])
         said = capsys.readouterr()
         return status, said.out, said.err
@@ -61,3 +62,20 @@ def ask_json(ask):
         return status, json.loads(out)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def toured():
+    """The main job on a small lab, two buckets of the shipped model: the tour and the progress it reported."""
+    import cglab
+    from cglab.commands.tour import run_tour
+
+    said = []
+    with cglab.open("pico-gqa", device="cpu", max_batch=2, max_context=96) as lab:
+        return run_tour(lab, said.append), said
+
+
+@pytest.fixture(scope="session")
+def tour(toured):
+    """What the main job found."""
+    return toured[0]

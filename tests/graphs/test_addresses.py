@@ -169,6 +169,8 @@ def test_b22_a_tensor_that_nothing_else_holds_is_held_by_the_recording(device):
         return x + outer.inner.table
 
     with of(step, device) as captured:
+        address = outer_box.table.data_ptr()
+        assert address in [held.data_ptr() for held in captured._held]
         outer_box.table = None
         gc.collect()
         noise = [torch.full((2, 3), float("nan"), device=device) for _ in range(50)]

@@ -1,0 +1,78 @@
+"""Notebooks run in this interpreter, and their kernels end with them however they end."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from cglab.commands.kernels import execute
+
+
+def notebook(*sources):
+    return new_notebook(cells=[new_markdown_cell("# Title"), *map(new_code_cell, sources)])
+
+
+def gone(process):
+    """Whether a process ends within a moment."""
+    for _ in range(100):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_copy_is_executed_by_this_interpreter_in_the_folder(tmp_path):
+    original = notebook("import os, sys; print(sys.executable, os.getcwd())", "6 * 7")
+    steps = []
+    executed = execute(original, tmp_path, progress=lambda: steps.append("cell"))
+    assert executed.cells[1].outputs[0].text.split() == [sys.executable, str(tmp_path)]
+    assert executed.cells[2].outputs[0].data["text/plain"] == "42"
+    assert original.cells[1].outputs == []
+    assert steps == ["cell", "cell"]
+
+
+def test_a_failing_cell_tells_its_error(tmp_path):
+    with pytest.raises(CellExecutionError) as caught:
+        execute(notebook("1 / 0"), tmp_path)
+    assert (caught.value.ename, caught.value.evalue) == ("ZeroDivisionError", "division by zero")
+
+
+def test_a_cell_that_takes_too_long_is_ended(tmp_path):
+    with pytest.raises(CellTimeoutError):
+        execute(notebook("import time; time.sleep(60)"), tmp_path, cell_seconds=1)
+
+
+def test_a_dead_kernel_tells_what_its_process_said(tmp_path):
+    source = "import os; os.write(2, b'out of luck'); os._exit(3)"
+    with pytest.raises(DeadKernelError) as caught:
+        execute(notebook(source), tmp_path, cell_seconds=20)
+    assert "out of luck" in "".join(caught.value.__notes__)
+
+
+def test_an_interrupt_ends_the_kernel_and_comes_through(tmp_path):
+    told = tmp_path / "process"
+
+    def interrupt():
+        while not (told.exists() and told.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    source = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        execute(notebook(source), tmp_path)
+    assert gone(int(told.read_text()))
+
+
+def test_an_interrupt_while_the_kernel_starts_comes_through(tmp_path, capfd):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        execute(notebook("pass"), tmp_path)
+    assert capfd.readouterr().err == ""
