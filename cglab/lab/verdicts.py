@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +53,7 @@ class TechniqueParity:
 
     def as_dict(self) -> dict[str, Any]:
         """One entry of ``cglab parity --json``."""
-        drift = None if math.isnan(self.max_drift) else self.max_drift
-        return {**vars(self), "max_drift": drift}
+        return dict(vars(self).items())
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "FAILED"

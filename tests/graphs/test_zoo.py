@@ -36,6 +36,11 @@ def heads(x):
     return x.view(1, x.shape[0], 2, 4).transpose(1, 2)
 
 
+def attend(x, **options):
+    """Rows first again, as what is trimmed must be."""
+    return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), **options)[0].transpose(0, 1)
+
+
 def put(x):
     out = torch.zeros_like(x)
     rows = torch.arange(x.shape[0], device=x.device)
@@ -198,10 +203,10 @@ NAMED = {
     "cross_entropy": lambda x: F.cross_entropy(x, index(x)[:, 0], reduction="none"),
     "cosine": lambda x: F.cosine_similarity(x, x + 1),
     "cdist": lambda x: torch.cdist(x.float(), weight(3, WIDTH, x.float())),
-    "sdpa": lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x)).transpose(1, 2).reshape(x.shape),
-    "sdpa_causal": lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True),
-    "sdpa_mask": lambda x: F.scaled_dot_product_attention(
-        heads(x), heads(x), heads(x), attn_mask=torch.ones(x.shape[0], x.shape[0], device=x.device).tril().bool()),
+    "sdpa": lambda x: attend(x).reshape(x.shape),
+    "sdpa_causal": lambda x: attend(x, is_causal=True),
+    "sdpa_mask": lambda x: attend(
+        x, attn_mask=torch.ones(x.shape[0], x.shape[0], device=x.device).tril().bool()),
     "gru_like": lambda x: torch.sigmoid(x) * torch.tanh(x) + (1 - torch.sigmoid(x)) * x,
     "foreach": foreach,
     "foreach_copy": copies,
