@@ -179,6 +179,8 @@ class Backend(ABC):
         if not done:  # the caller switched warm-ups off: the buffers still need to know the output
             with staged(self._warmup_stage()):
                 copies = self.outputs.prepare(self.recorder.shape_of(function))
+            if after_warmup is not None:
+                after_warmup()
         return copies, done
 
     @abstractmethod

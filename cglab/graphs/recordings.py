@@ -135,6 +135,8 @@ class Recordings:
         step = self.step_over(self._buffers.view(only.size - 1, self.present))
         try:
             smaller = tuple(tree_flatten(self._recorder.shape_of(step))[0])
+            if self._options.after_warmup is not None:  # this run counts as one
+                self._options.after_warmup()
             return rows_per_size({**outputs, self.key(only.size - 1): smaller})
         except CaptureError:
             return None  # the function runs, or can be trimmed, at this one size only: see Captured.trim

@@ -619,8 +619,9 @@ def test_lazily_conjugated_and_negated_views_are_recorded_as_they_are_seen(devic
 def test_a_step_that_returns_the_state_it_writes_passes_the_self_check(device):
     state = torch.zeros(2, device=device)
     with cglab.capture(
-        lambda x: state.add_(x), slots={"x": cglab.Slot()}, buckets=(2,), strict=True, self_check=True
-    ) as captured:
+        lambda x: state.add_(x), slots={"x": cglab.Slot()}, buckets=(2,), strict=True, self_check=True,
+        after_warmup=state.zero_,
+    ) as captured:  # fmt: skip
         for count in (1, 2, 3):
             assert captured(x=torch.ones(2, device=device)).tolist() == [count] * 2
     assert state.tolist() == [3, 3]
