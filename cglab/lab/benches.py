@@ -65,6 +65,8 @@ def parity(
     quick: bool = False,
     progress: Progress = silent,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    cases: int = 2000,
+    seed: int = 0,
 ) -> list[Record]:
     """Random sequences of decode batches against the three oracles, a quarter as many in low precision.
 
@@ -73,14 +75,15 @@ def parity(
         quick: few sequences.
         progress: called with a line for every dtype.
         dtypes: of weights and computation.
+        cases: sequences in float32.
+        seed: of the sequences.
     """
     records, run = [], new_run()
-    cases = 20 if quick else 2000
+    cases = 20 if quick else cases
     for dtype in dtypes:
         progress(f"parity in {dtype}")
-        found = check_technique(
-            "decode", cases if dtype == torch.float32 else cases // 4, device=device, dtype=dtype
-        )
+        count = cases if dtype == torch.float32 else max(cases // 4, 1)
+        found = check_technique("decode", count, device=device, dtype=dtype, seed=seed)
         facts = found.as_dict()
         metrics: dict[str, Any] = {k: v for k, v in facts.items() if isinstance(v, bool | str)}
         metrics |= {
@@ -89,7 +92,7 @@ def parity(
         records.append(
             make_record(
                 bench="parity", arm="decode", device=device, run=run, model="pico-gqa", weights="trained",
-                dtype=found.dtype, workload={"cases": found.cases}, metrics={**metrics, "ok": found.ok},
+                dtype=found.dtype, workload={"cases": found.cases, "seed": seed}, metrics={**metrics, "ok": found.ok},
                 notes="; ".join(map(str, found.mismatches[:3])),
             )
         )  # fmt: skip
