@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from cglab.errors import SlotError
+from cglab.errors import BucketError, SlotError, ToggleError
 from cglab.graphs.address import AddressContract, Getter, InputWatch, closed_over
 from cglab.graphs.backends import check_backend
 from cglab.graphs.breaks import Aside, staged
@@ -174,6 +175,10 @@ class CapturedFunction:
             self._captured.close()
         self._held = []
 
+    def __repr__(self) -> str:
+        sizes = self.captured_sizes or f"{self._buckets}, not captured yet"
+        return f"CapturedFunction({self.name}, {self._options.backend}, sizes {sizes}; {self.coverage()})"
+
     def __enter__(self) -> Self:
         return self
 
@@ -216,21 +221,30 @@ def capture(
         buckets: sizes to capture; a smaller batch is padded up.
         backend: ``full`` (one recording), ``breakable`` (eager breaks allowed) or ``eager``.
         watch: modules, tensors or getters whose memory must not move; what the function closes over is found.
-        **options: fields of ``cglab.graphs.captured.Options``.
+        **options: fields of ``cglab.graphs.options.Options``.
 
     Returns:
         A callable whose results are views that the next call overwrites.
 
     Raises:
-        ToggleError: for an unknown backend.
+        ToggleError: for an unknown backend or option.
         BucketError: for an empty or odd list of buckets.
-        SlotError: for a slot that is no parameter of the function.
+        SlotError: for a slot that is no parameter of the function, or no Slot.
 
     Example:
         >>> f = capture(lambda x: x.relu(), slots={"x": Slot(pad=0.0)}, buckets=(1, 2, 4))
     """
     check_backend(backend)
+    known = [field.name for field in fields(Options) if field.name != "backend"]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ToggleError(f"{unknown[0]!r} is no option of a capture; good names: {', '.join(known)}")
+    if not isinstance(buckets, Iterable):
+        raise BucketError(f"buckets is {buckets!r}; give the sizes to capture, such as (1, 2, 4)")
     sizes = checked_sizes(buckets)
+    odd = [name for name, slot in slots.items() if not isinstance(slot, Slot)]
+    if odd:
+        raise SlotError(f"slots[{odd[0]!r}] is {slots[odd[0]]!r}; declare it, such as Slot(pad=0.0)")
     parameters = inspect.signature(
         function.forward if isinstance(function, nn.Module) else function
     ).parameters

@@ -38,7 +38,7 @@ def live_size(
         if value is None:
             if not slot.optional and slot.pad is not Padding.KEEP:
                 raise SlotError(
-                    f"slot {slot_name!r} of {name} was given no tensor; only optional slots may be None"
+                    f"slot {slot_name!r} of {name} was given no tensor; only a Slot(optional=True) may be None"
                 )
             continue
         rows = slot.rows_of(slot_name, value)

@@ -1,6 +1,7 @@
 """The doctor: runs a function under a watcher and says what would break its capture, at which line, and what helps.
 
-Nothing is recorded and no GPU is needed: the refusals are those of ``refusals``, noted instead of raised, so that
+Nothing is recorded and no GPU is needed (so what Python bakes in, a counter or ``random()``, is left to the
+self-check that ends a capture on the tape): the refusals are those of ``refusals``, noted instead of raised, so that
 one run finds them all. The function runs once, eagerly; its writes to outside memory are undone.
 """
 
@@ -56,7 +57,7 @@ class Report:
 
     def __str__(self) -> str:
         if self.healthy:
-            return "nothing found that would break a capture"
+            return "nothing found that would break a capture; what Python bakes in is checked when it is captured"
         return "\n".join(f"{i}. {finding}" for i, finding in enumerate(self.findings, 1))
 
 

@@ -83,7 +83,7 @@ class Recordings:
                 self.failures[self.key(size)] = str(error)
                 if self._options.strict:
                     raise error
-                warnings.warn(CaptureFailedWarning(f"{self.name}, bucket {size}: {error}"), stacklevel=4)
+                warnings.warn(CaptureFailedWarning(f"{self.name}, bucket {size}: {error}"), stacklevel=6)
                 if not isinstance(error, CaptureMemoryError):  # the same function fails at every size
                     self.failures = {self.key(rest): str(error) for rest in buckets} | self.failures
                     break

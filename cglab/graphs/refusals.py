@@ -23,11 +23,11 @@ from cglab.graphs.breaks import capturing
 
 HOST_READ_ADVICE = (
     "keep the value on the device (a tensor condition such as torch.where, or a static slot), "
-    "or read it in a function marked @cglab.eager_break"
+    "or read it in a function marked @cglab.eager_break and capture with backend='breakable'"
 )
 DYNAMIC_ADVICE = (
     "use a form of fixed size (torch.where, a mask, topk with a fixed k, nonzero_static), "
-    "or move it into a function marked @cglab.eager_break"
+    "or move it into a function marked @cglab.eager_break and capture with backend='breakable'"
 )
 NEW_INPUT_ADVICE = (
     "create it outside and hand it in as a slot, or build it from device operations such as torch.full"

@@ -67,7 +67,7 @@ def self_check(
         raise SelfCheckError(
             f"replaying {key} on changed inputs differs from eager in {', '.join(wrong)}",
             advice="look for state that an operation cannot see: numpy views, Python lists and counters, "
-            "values read on the host, work in other threads",
+            "values read on the host, reseeded generators, work in other threads",
         )
 
 

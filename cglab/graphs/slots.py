@@ -80,7 +80,8 @@ class Slot:
             return self
         if example is None:
             raise SlotError(
-                f"slot {name!r} has no shape or dtype and no example was given; pass one or declare both"
+                f"slot {name!r} has no shape or dtype and no example was given; "
+                "pass one, declare both, or make it Slot(optional=True)"
             )
         require_dense(name, example)
         shape = self.shape

@@ -60,7 +60,7 @@ class TechniqueParity:
         padded = "bitwise" if self.bitwise else "DIFFER"
         live = "equal" if self.tokens_equal else "DIFFERS"
         first = (
-            f"{self.technique} ({self.recorder}, {self.dtype}): {verdict}; {self.cases} sequences, "
+            f"{self.technique} on pico-gqa ({self.recorder}, {self.dtype}): {verdict}; {self.cases} sequences, "
             f"{self.steps} steps, {self.captured} captured; padded eager and poison {padded}; live eager {live} "
             f"(drift {self.max_drift:.2g} of {self.bound:.2g}, {self.ties} near-ties)"
         )

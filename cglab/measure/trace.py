@@ -106,6 +106,11 @@ class Trace:
     operations: tuple[Span, ...] = ()
     windows: tuple[Interval, ...] = ()
 
+    def __repr__(self) -> str:
+        trust = "reliable" if self.reliable else f"unreliable: {self.unreliable}"
+        counts = f"{len(self.device_events)} device events, {len(self.calls)} launches, {self.steps} steps"
+        return f"Trace({counts}; {trust})"
+
     def window(self, name: str) -> Trace:
         """The part of the trace that the annotations called ``name`` issued, each one a step.
 
