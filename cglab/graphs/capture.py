@@ -16,7 +16,7 @@ from cglab.graphs.backends import check_backend
 from cglab.graphs.breaks import Aside, staged
 from cglab.graphs.buckets import checked_sizes
 from cglab.graphs.captured import Captured
-from cglab.graphs.constants import snapshot
+from cglab.graphs.constants import ambient, snapshot
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
@@ -55,13 +55,14 @@ class CapturedFunction:
         """
         values, constants = self._sort(inputs)
         captured = self._captured or self.warm(**inputs)
-        now = _snapshots(constants)
+        given = constants | ambient(captured.device)
+        now = _snapshots(given)
         if now == self._baked:
             return captured(**values)
         miss = Miss(Reason.BACKEND_EAGER)
         if captured.options.backend != "eager":
             name = min(n for n in now.keys() | self._baked.keys() if now.get(n) != self._baked.get(n))
-            told = repr(constants[name]) if name in constants else "not given"
+            told = repr(given[name]) if name in given else "not given"
             miss = Miss(
                 Reason.CONSTANT, f"{name!r} was captured as {self._told.get(name, 'not given')}, now {told}"
             )
@@ -88,8 +89,9 @@ class CapturedFunction:
             (v.device for v in values.values() if v is not None and v.device.type != "cpu"),
             torch.device("cpu"),
         )
-        self._constants, self._baked = constants, _snapshots(constants)
-        self._told = {name: repr(value) for name, value in constants.items()}
+        baked = constants | ambient(device)
+        self._constants, self._baked = constants, _snapshots(baked)
+        self._told = {name: repr(value) for name, value in baked.items()}
         modules = {name: value for name, value in constants.items() if isinstance(value, nn.Module)}
         contract = AddressContract({**closed_over(self._function), **modules, **self._watch})
         captured = Captured(
