@@ -39,6 +39,7 @@ LARGEST_BATCH = 10  # above the largest bucket, so that eager steps are among th
 MAX_CONTEXT = 96
 STEPS = (2, 5)
 DRAWS = 6
+TIE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,6 @@ class DecodeOracles:
         for runner in self.runners.values():
             runner.close()
         self.group.close()
-
-
-TIE_SHARE = 0.01
 
 
 def check_technique(
