@@ -98,10 +98,9 @@ class DecodeOracles:
         self.result.bound = self._drift_bound()
 
     def _drift_bound(self) -> float:
-        """Largest difference between the same rows computed at two heights, both eager, with headroom.
+        """Largest difference between the same rows at two heights, both eager, with headroom.
 
-        Every live size is set against every larger bucket, a few times over: how far rounding drifts depends on
-        both, and on the rows.
+        Every live size is set against every larger bucket, a few times: rounding drifts with both, and the rows.
         """
         pairs = []
         runner = self.runners["full", True]
