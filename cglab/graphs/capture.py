@@ -47,12 +47,16 @@ class CapturedFunction:
         self._held: list[Tensor] = []
         self._misses = Coverage()
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, *unnamed: Any, **inputs: Any) -> Any:
         """One step. The first call captures every bucket.
 
         Raises:
-            SlotError: for an input that fits no slot, by name.
+            SlotError: for an input without a name, or one that fits no slot, by name.
         """
+        if unnamed:
+            raise SlotError(
+                f"inputs are given by name: {self.name}({', '.join(f'{n}=...' for n in self._slots)})"
+            )
         values, constants = self._sort(inputs)
         captured = self._captured or self.warm(**inputs)
         given = constants | ambient(captured.device)
@@ -215,6 +219,9 @@ def capture(
     **options: Any,
 ) -> CapturedFunction:
     """Captures a function of tensors at a few sizes; nothing is recorded before the first call.
+
+    A replay works on static copies of its inputs: a function that changes an input in place changes the copy, and
+    the caller's tensor stays as it is.
 
     Args:
         function: the step. Called with keyword arguments: the slots' tensors, and plain Python values, which are

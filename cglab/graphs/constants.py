@@ -19,7 +19,7 @@ from cglab.errors import SlotError
 
 def ambient(device: torch.device) -> dict[str, str | bool]:
     """Modes of torch that choose what an eager step computes, and that a recording bakes in all the same."""
-    autocast = torch.is_autocast_enabled(device.type)
+    autocast = device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
     return {
         "torch autocast": str(torch.get_autocast_dtype(device.type)) if autocast else "off",
         "torch default dtype": str(torch.get_default_dtype()),
