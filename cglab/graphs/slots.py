@@ -74,9 +74,10 @@ class Slot:
         """Returns the slot with shape and dtype filled in from ``example``.
 
         Raises:
-            SlotError: if neither the slot nor the example says what they are, or the pad value does not fit. or the example is no dense tensor.
+            SlotError: if neither says what they are, the pad value does not fit, or the example is not dense.
         """
         if self.shape is not None and self.dtype is not None:
+            self.require_pad(name)
             return self
         if example is None:
             raise SlotError(
