@@ -5,8 +5,8 @@ last bucket chosen and what the buckets so far take (number, memory, capture tim
 which the live sizes up to that bucket run. Resources are whole numbers, bytes and microseconds, and are summed
 without rounding, so the plan is exact: no other subset of the candidates is faster within the budget.
 
-With N candidates, time is O(N * states) and memory O(N * N + states). Hundreds of sizes under any budgets and a
-thousand under one take seconds; a thousand under two tight ones, with costs that follow no rule, take minutes.
+With N candidates, time is O(N * states), memory O(N * N + states). Hundreds of sizes under any budgets or a thousand
+under one take seconds; a thousand under two tight ones, with costs that follow no rule, may take minutes.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def run_trace(
         bucket = smallest_bucket(size, ordered)
         if bucket is None or not within_ceiling(size, bucket, ceiling):
             spent.append(count * _cost(costs.eager_ms, size, "eager_ms", infinite=True))
-            continue
-        spent.append(count * _cost(costs.step_ms, bucket, "step_ms"))
-        rows, live, captured = rows + count * bucket, live + count * size, captured + count
+        else:
+            spent.append(count * _cost(costs.step_ms, bucket, "step_ms"))
+            rows, live, captured = rows + count * bucket, live + count * size, captured + count
     return BucketOutcome(
         ordered,
         math.fsum(spent),
@@ -158,25 +158,23 @@ def plan_buckets(
         InputError: for a trace without steps, or a cost that is missing, negative or not a number.
         BucketError: if no set of candidates within the budget runs the whole trace.
     """
-    sizes, _ = _steps(trace)
+    sizes = _steps(trace)[0]
     top = sizes[-1] if maximum is None else maximum
     if top < 1 or (ceiling is not None and not ceiling >= 1):
         raise BucketError(f"maximum={top} and ceiling={ceiling} must be at least 1")
-    limits = budget or BucketBudget()
+    budget = budget or BucketBudget()
     listed = rule(top)
     known = costs.step_ms if isinstance(costs.step_ms, Mapping) else {*sizes, *listed, top}
     candidates = sorted(size for size in known if 1 <= size <= top)
     if maximum_is_bucket and top not in candidates:
-        raise InputError(
-            f"step_ms has no cost of the maximum, {top}; measure it, or do without it as a bucket"
-        )
-    problem = _problem(trace, costs, limits, candidates, ceiling)
+        raise InputError(f"step_ms has no cost of the maximum, {top}; add it, or set maximum_is_bucket=False")
+    problem = _problem(trace, costs, budget, candidates, ceiling)
     if maximum_is_bucket:
         problem.rest[:-1] = np.inf
     path = problem.least_time()
     if path is None:
         raise BucketError(
-            f"no set of {len(candidates)} candidate buckets within {limits} runs every size from {sizes[0]} to "
+            f"no set of {len(candidates)} candidate buckets within {budget} runs every size from {sizes[0]} to "
             f"{sizes[-1]}; raise the budget, the maximum or the ceiling, or give eager steps a finite cost"
         )
     chosen = run_trace(trace, costs, [candidates[node - 1] for node in path], ceiling=ceiling)
@@ -202,11 +200,8 @@ def _problem(
         span[:node, node] = _tails(np.where(admitted, captured, eager[held]))[below[:node]]
         used[node] = 1, _bytes(costs, bucket), _microseconds(costs, bucket)
     seconds = budget.capture_seconds
-    limits = [
-        budget.buckets,
-        budget.memory_bytes,
-        None if seconds is None else _whole(seconds * 1e6, math.floor),
-    ]
+    micros = None if seconds is None else _whole(seconds * 1e6, math.floor)
+    limits = [budget.buckets, budget.memory_bytes, micros]
     closed = [column for column, limit in enumerate(limits) if limit is not None]
     budgets = np.array([limits[column] for column in closed], np.int64)
     return BudgetedPath(span, _tails(eager)[below], used[:, closed], budgets)
@@ -236,8 +231,9 @@ def _cost(cost: SizeCost, size: int, name: str, *, infinite: bool = False) -> fl
         )
     value = cost[size] if isinstance(cost, Mapping) else cost(size)
     if not value >= 0 or (math.isinf(value) and not infinite):
-        good = "from 0" if infinite else "from 0 and finite"
-        raise InputError(f"{name} of size {size} is {value}; costs are {good}")
+        raise InputError(
+            f"{name} of size {size} is {value}; costs are from 0{'' if infinite else ' and finite'}"
+        )
     return value
 
 
@@ -253,5 +249,5 @@ def _microseconds(costs: BucketCosts, bucket: int) -> int:
 
 
 def _whole(microseconds: float, rounding: Callable[[float], int]) -> int:
-    # A nanosecond is forgiven, so that 0.07 s is 70,000 and not one more.
+    # A nanosecond is forgiven: products such as seconds * 1e6 may miss a whole number by a rounding.
     return rounding(round(microseconds, 3))

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -124,6 +125,46 @@ def test_never_worse_than_sglang_at_its_own_memory(trace, rule, ceiling, slope):
     assert plan.chosen.memory_bytes <= listed.memory_bytes
 
 
+def test_never_worse_than_sglang_where_memory_falls_with_the_size():
+    """Its bucket of 8 is cheap, one at the live size 7 is not: the list's own sizes are candidates."""
+    prices = costs(memory=lambda size: 1 if size in sglang_decode(9) else 50, eager=100.0)
+    plan = plan_buckets({7: 5, 9: 1}, prices, BucketBudget(memory_bytes=10))
+    assert plan.chosen.buckets == (8, 9)
+    assert plan.chosen.time_ms == plan.sglang.time_ms
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 7), st.integers(0, 3), st.integers(0, 2**32 - 1), st.sampled_from([1, 3, 128]))
+def test_paths_equal_brute_force_over_any_lengths_and_resources(nodes, resources, seed, width):
+    generator = np.random.default_rng(seed)
+    span = generator.integers(0, 30, (nodes + 1, nodes + 1)).astype(float)
+    rest = generator.integers(0, 60, nodes + 1).astype(float)
+    used = generator.integers(0, 6, (nodes + 1, resources))
+    used[0] = 0
+    limits = generator.integers(0, 12, resources)
+    problem = budgeted_path.BudgetedPath(span, rest, used, limits)
+    every = [list(path) for count in range(nodes + 1) for path in combinations(range(1, nodes + 1), count)]
+    best = min(problem._time(path) for path in every if (used[path].sum(axis=0) <= limits).all())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budgeted_path, "FIRST_WIDTH", width)
+        found = problem.least_time()
+    assert problem._time(found) == best
+    assert (used[found].sum(axis=0) <= limits).all()
+
+
+@given(st.integers(0, 40), st.integers(0, 3), st.integers(0, 2**32 - 1))
+def test_only_states_that_nothing_matches_are_kept(count, resources, seed):
+    generator = np.random.default_rng(seed)
+    times = generator.integers(0, 5, count).astype(float)
+    used = generator.integers(0, 5, (count, resources))
+    rows = np.column_stack([times, used])
+    kept = budgeted_path._undominated(times, used)
+    for row in rows:
+        assert (rows[kept] <= row).all(axis=1).any()  # every state is kept, or matched by one that is
+    for state in kept:
+        assert (rows[kept] <= rows[state]).all(axis=1).sum() == 1  # and no kept one by another
+
+
 def test_a_plan_for_two_lengths_beats_sglang_with_fewer_buckets():
     plan = plan_buckets({33: 100, 250: 10}, costs(), BucketBudget(buckets=2))
     assert plan.chosen.buckets == (33, 250)
@@ -175,6 +216,7 @@ def test_seconds_are_cut_into_microseconds_to_the_safe_side():
         return plan_buckets({1: 1, 2: 1, 3: 1}, prices, BucketBudget(capture_seconds=budget)).chosen.buckets
 
     assert planned(0.07, 0.21) == (1, 2, 3)  # 0.07 * 3 is above 0.21 in floating point
+    assert planned(0.062504, 0.187512) == (1, 2, 3)  # so is 0.062504 * 1e6 above the whole number
     assert len(planned(0.0700001, 0.21)) == 2  # rounds up to 70,001 microseconds
 
 
