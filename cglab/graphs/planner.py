@@ -31,8 +31,7 @@ class BucketCosts:
     Attributes:
         step_ms: a captured step of a bucket, milliseconds, finite. The keys of a mapping are the candidates.
         eager_ms: an eager step of a live size that no bucket serves, milliseconds; infinite forbids it.
-        memory_bytes: what one more bucket adds to the graph memory, whole bytes. Buckets are captured into one
-            pool, so this is the growth that was measured, not what a bucket would take alone.
+        memory_bytes: whole bytes that a bucket adds to the shared pool, as measured: its growth, not its size.
         capture_seconds: warm-up and capture of one bucket, seconds; rounded up to microseconds.
     """
 
@@ -201,10 +200,11 @@ def _problem(
         used[node] = 1, _bytes(costs, bucket), _microseconds(costs, bucket)
     seconds = budget.capture_seconds
     micros = None if seconds is None else _whole(seconds * 1e6, math.floor)
-    limits = [budget.buckets, budget.memory_bytes, micros]
-    closed = [column for column, limit in enumerate(limits) if limit is not None]
-    budgets = np.array([limits[column] for column in closed], np.int64)
-    return BudgetedPath(span, _tails(eager)[below], used[:, closed], budgets)
+    limits = enumerate((budget.buckets, budget.memory_bytes, micros))
+    closed = {column: limit for column, limit in limits if limit is not None}
+    return BudgetedPath(
+        span, _tails(eager)[below], used[:, [*closed]], np.array([*closed.values()], np.int64)
+    )
 
 
 def _tails(values: Floats) -> Floats:
