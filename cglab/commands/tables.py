@@ -40,7 +40,7 @@ def results(options: Namespace) -> Outcome:
             "model": record.model,
             "arm": record.arm,
             "workload": ", ".join(f"{name} {value}" for name, value in record.workload.items()),
-            "step_ms": record.metrics.get("step_ms"),
+            "result": _headline(record),
             "parity": (record.parity or {}).get("verdict"),
             "device": record.device.name,
         }
@@ -48,6 +48,14 @@ def results(options: Namespace) -> Outcome:
     ]
     table = text_table(list(rows[0]), [list(row.values()) for row in rows]) if rows else "nothing yet"
     return Outcome(table, [record.as_dict() for record in records])
+
+
+def _headline(record: Record) -> str | None:
+    """The one figure of a record that says most: its step time, or whether it held."""
+    step, held = record.metrics.get("step_ms"), record.metrics.get("ok")
+    if isinstance(step, float):
+        return f"{step:.4g} ms a step"
+    return None if held is None else "holds" if held else "does not hold"
 
 
 def published(_options: Namespace) -> Outcome:

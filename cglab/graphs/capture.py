@@ -16,7 +16,7 @@ from cglab.graphs.backends import check_backend
 from cglab.graphs.breaks import Aside, staged
 from cglab.graphs.buckets import checked_sizes
 from cglab.graphs.captured import Captured
-from cglab.graphs.constants import snapshot
+from cglab.graphs.constants import ambient, snapshot
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
@@ -47,21 +47,26 @@ class CapturedFunction:
         self._held: list[Tensor] = []
         self._misses = Coverage()
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, *unnamed: Any, **inputs: Any) -> Any:
         """One step. The first call captures every bucket.
 
         Raises:
-            SlotError: for an input that fits no slot, by name.
+            SlotError: for an input without a name, or one that fits no slot, by name.
         """
+        if unnamed:
+            raise SlotError(
+                f"inputs are given by name: {self.name}({', '.join(f'{n}=...' for n in self._slots)})"
+            )
         values, constants = self._sort(inputs)
         captured = self._captured or self.warm(**inputs)
-        now = _snapshots(constants)
+        given = constants | ambient(captured.device)
+        now = _snapshots(given)
         if now == self._baked:
             return captured(**values)
         miss = Miss(Reason.BACKEND_EAGER)
         if captured.options.backend != "eager":
             name = min(n for n in now.keys() | self._baked.keys() if now.get(n) != self._baked.get(n))
-            told = repr(constants[name]) if name in constants else "not given"
+            told = repr(given[name]) if name in given else "not given"
             miss = Miss(
                 Reason.CONSTANT, f"{name!r} was captured as {self._told.get(name, 'not given')}, now {told}"
             )
@@ -88,8 +93,9 @@ class CapturedFunction:
             (v.device for v in values.values() if v is not None and v.device.type != "cpu"),
             torch.device("cpu"),
         )
-        self._constants, self._baked = constants, _snapshots(constants)
-        self._told = {name: repr(value) for name, value in constants.items()}
+        baked = constants | ambient(device)
+        self._constants, self._baked = constants, _snapshots(baked)
+        self._told = {name: repr(value) for name, value in baked.items()}
         modules = {name: value for name, value in constants.items() if isinstance(value, nn.Module)}
         contract = AddressContract({**closed_over(self._function), **modules, **self._watch})
         captured = Captured(
@@ -213,6 +219,9 @@ def capture(
     **options: Any,
 ) -> CapturedFunction:
     """Captures a function of tensors at a few sizes; nothing is recorded before the first call.
+
+    A replay works on static copies of its inputs: a function that changes an input in place changes the copy, and
+    the caller's tensor stays as it is.
 
     Args:
         function: the step. Called with keyword arguments: the slots' tensors, and plain Python values, which are

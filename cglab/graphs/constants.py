@@ -11,9 +11,21 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cglab.errors import SlotError
+
+
+def ambient(device: torch.device) -> dict[str, str | bool]:
+    """Modes of torch that choose what an eager step computes, and that a recording bakes in all the same."""
+    autocast = device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+    return {
+        "torch autocast": str(torch.get_autocast_dtype(device.type)) if autocast else "off",
+        "torch default dtype": str(torch.get_default_dtype()),
+        "torch float32 matmul precision": torch.get_float32_matmul_precision(),
+        "torch deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
 
 
 def snapshot(name: str, value: object) -> Any:

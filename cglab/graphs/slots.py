@@ -74,9 +74,10 @@ class Slot:
         """Returns the slot with shape and dtype filled in from ``example``.
 
         Raises:
-            SlotError: if neither the slot nor the example says what they are, or the example is no dense tensor.
+            SlotError: if neither says what they are, the pad value does not fit, or the example is not dense.
         """
         if self.shape is not None and self.dtype is not None:
+            self.require_pad(name)
             return self
         if example is None:
             raise SlotError(
@@ -92,7 +93,24 @@ class Slot:
                 )
             axis = None if self.axis is None else self.axis % example.dim()
             shape = tuple(-1 if i == axis else n for i, n in enumerate(example.shape))
-        return replace(self, shape=shape, dtype=self.dtype or example.dtype)
+        resolved = replace(self, shape=shape, dtype=self.dtype or example.dtype)
+        resolved.require_pad(name)
+        return resolved
+
+    def require_pad(self, name: str) -> None:
+        """Checks that the slot's dtype holds the pad value as it is.
+
+        Raises:
+            SlotError: for a value that would be rounded or wrapped.
+        """
+        fill, dtype = self.fill, self.dtype
+        if fill is None or dtype is None or dtype.is_floating_point or dtype.is_complex:
+            return
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        if not low <= fill <= high or int(fill) != fill:
+            raise SlotError(
+                f"slot {name!r} holds {dtype}, which has no {fill!r}; pad with whole numbers from {low} to {high}"
+            )
 
     def rows_of(self, name: str, value: Tensor) -> int | None:
         """Live size that ``value`` stands for, or None for a slot of fixed shape.

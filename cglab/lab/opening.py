@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cglab import settings
-from cglab.errors import InputError
+from cglab.errors import InputError, ModelError
 from cglab.lab.facade import Lab
 
 
@@ -43,6 +43,8 @@ def open_lab(
         DeviceError: if the device is not there.
         InputError: for a dtype that weights cannot have, or no room for a request.
     """
+    if name is not None and not isinstance(name, str | Path):
+        raise ModelError(f"a model is named by a string or a path, not by {name!r}")
     where = settings.device() if device is None else settings.named_device(str(device))
     if dtype is None:
         dtype = torch.float32 if where.type == "cpu" else torch.bfloat16

@@ -64,7 +64,13 @@ def test_results_are_the_records(ask, ask_json, data):
     assert ask_json("results") == (0, [kept.as_dict()])
     status, out, _ = ask("results")
     assert status == 0
-    assert all(word in out for word in ("decode", "pico-gqa", "full", "batch 1", "2.0", "bitwise"))
+    assert all(word in out for word in ("decode", "pico-gqa", "full", "batch 1", "2 ms a step", "bitwise"))
+
+
+@pytest.mark.parametrize(("held", "told"), [(True, "holds"), (False, "does not hold")])
+def test_a_record_without_a_step_time_says_whether_it_held(ask, data, held, told):
+    append(data / "results" / "parity.jsonl", [record(bench="parity", metrics={"ok": held})])
+    assert f"  {told} " in ask("results")[1]
 
 
 def test_a_line_that_is_no_record_is_told_and_loses_no_other(ask, data):

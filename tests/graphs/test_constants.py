@@ -97,3 +97,28 @@ def test_another_value_does_not_run_on_a_closed_step(device):
     step.close()
     with pytest.raises(ClosedError):
         step(x=ones(device), factor=2)
+
+
+@pytest.mark.parametrize("mode", ["autocast", "default dtype"])
+def test_a_mode_of_torch_that_changes_eager_is_no_silent_replay(device, mode):
+    """A replay would compute in the types of the capture, whatever mode the caller is in now."""
+    weight = torch.eye(4, device=device)
+
+    def step(x):
+        return (x @ weight) + torch.ones(4, device=x.device)
+
+    x = torch.full((2, 4), 1 / 3, device=device)
+    with capture(step, slots={"x": Slot()}, buckets=(2,), strict=True) as captured:
+        captured(x=x)
+        before = torch.get_default_dtype()
+        try:
+            if mode == "default dtype":
+                torch.set_default_dtype(torch.float64)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mode == "autocast"):
+                got, wanted = captured(x=x), step(x)
+        finally:
+            torch.set_default_dtype(before)
+        assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+        assert captured.coverage().reasons == {"CONSTANT": 1}
+        assert f"torch {mode}" in captured.coverage().last_facts["CONSTANT"]
+        assert torch.equal(captured(x=x), step(x)) and captured.coverage().captured == 2

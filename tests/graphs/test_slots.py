@@ -372,3 +372,21 @@ def test_b25_a_first_call_that_fills_a_ragged_slot_in_part_captures(device):
 def test_p22_a_declaration_that_cannot_hold_is_refused_when_it_is_made(wrong):
     with pytest.raises(SlotError, match="a slot"):
         Slot(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [(torch.int64, 0.5), (torch.uint8, -1), (torch.bool, 2), (torch.int8, 300), (INT, float("nan"))],
+)
+def test_a_pad_value_that_the_dtype_does_not_hold_is_refused(dtype, pad):
+    with pytest.raises(SlotError, match="pad with whole numbers"):
+        Slot(pad=pad).resolve("x", torch.ones(2, dtype=dtype))
+
+
+def test_inputs_without_a_name_and_models_that_are_no_name_are_told():
+    with pytest.raises(SlotError, match=r"by name: .*\(x=\.\.\.\)"):
+        cglab.capture(lambda x: x, slots={"x": Slot()}, buckets=(1,))(torch.ones(1))
+    with pytest.raises(cglab.errors.ModelError, match="by a string or a path"):
+        cglab.open(3)
+    with pytest.raises(cglab.errors.DeviceError, match="cannot record on meta"):
+        cglab.capture(lambda x: x + 1, slots={"x": Slot()}, buckets=(1,))(x=torch.ones(1, device="meta"))
