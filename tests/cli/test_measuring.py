@@ -48,7 +48,7 @@ def test_all_is_a_list_of_what_this_version_has(ask_json, monkeypatch):
 
 
 def test_a_planted_fault_is_caught_by_one_command(ask):
-    status, out, _ = ask("parity", "--technique", "decode", "--cases", "4", "--plant", "stale-tail")
+    status, out, _ = ask("parity", "--technique", "decode", "--cases", "8", "--plant", "stale-tail")
     assert status == 1
     assert "FAILED" in out and "planted stale-tail: caught" in out
 
