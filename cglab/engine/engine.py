@@ -18,9 +18,9 @@ from torch import Tensor
 from cglab.engine.allocator import FreeList
 from cglab.engine.requests import Generation, Request, Timings
 from cglab.errors import InputError
-from cglab.models.attention import LiveSpans, PrefillAttention, Span
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
+from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.decode import INPUTS, DecodeRunner
 
 Step = Callable[[int, dict[str, Tensor]], Tensor]
