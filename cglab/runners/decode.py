@@ -41,6 +41,7 @@ class DecodeRunner(Runner[int]):
     """
 
     technique = "decode"
+    inputs = INPUTS
 
     def __init__(
         self, model: Decoder, kv: PagedKV, group: GraphGroup, buckets: Sequence[int], options: Options

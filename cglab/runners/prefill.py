@@ -58,6 +58,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
     """
 
     technique = "prefill"
+    inputs = INPUTS
     variant: ClassVar[str | None] = "prefill"
     waste_ceiling: ClassVar[float | None] = 2.0
 
