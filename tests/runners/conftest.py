@@ -51,6 +51,7 @@ class World:
         buckets=(1, 2, 4, 8),
         *,
         dtype=torch.float32,
+        kv_dtype=None,
         group=None,
         seed=0,
         settings=None,
@@ -59,7 +60,7 @@ class World:
         self.device = device
         self.model = random_model(CONFIG, device=device, dtype=dtype, seed=seed)
         self.kv = PagedKV(CONFIG, pages=(ROWS - 1) * PAGES_A_ROW + 1, page_size=PAGE, rows=ROWS,
-                          max_context=PAGE * PAGES_A_ROW, device=device, dtype=dtype)  # fmt: skip
+                          max_context=PAGE * PAGES_A_ROW, device=device, dtype=kv_dtype or dtype)  # fmt: skip
         pages = torch.arange(1, (ROWS - 1) * PAGES_A_ROW + 1, device=device)
         self.kv.page_table[1:] = pages.view(ROWS - 1, PAGES_A_ROW)
         generator = torch.Generator().manual_seed(seed)
