@@ -46,10 +46,7 @@ class DecodeRunner(Runner):
         self, model: Decoder, kv: PagedKV, group: GraphGroup, buckets: Sequence[int], options: Options
     ) -> None:
         self.model, self.kv = model, kv
-        contract = AddressContract({
-            "model": model,
-            "kv.keys": lambda: kv.keys, "kv.values": lambda: kv.values, "kv.page_table": lambda: kv.page_table,
-        })  # fmt: skip
+        contract = AddressContract({"model": model, **kv.watched()})
         super().__init__(group, buckets, contract, options)
 
     def slots(self) -> dict[str, Slot]:

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from cglab.errors import ModelError
-from cglab.models.config import PRESETS, Llama3Scaling, ModelConfig
+from cglab.models.config import Llama3Scaling, ModelConfig
+from cglab.models.presets import PRESETS
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
