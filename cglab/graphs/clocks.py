@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from statistics import median
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import torch
 
@@ -25,6 +25,15 @@ class Region(Protocol):
     @property
     def seconds(self) -> float:
         """Seconds of the region; waits for its end where the device is still busy."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether the region has ended on the device; asking waits for nothing."""
+        ...
+
+    def since(self, earlier: Self) -> float:
+        """Seconds from the start of ``earlier``, a region of the same clock that is done, to the start of this."""
         ...
 
 
@@ -53,6 +62,13 @@ class _WallRegion:
         if self.end is None:
             raise InputError("the region is still open; read its seconds after the with block")
         return self.end - self.start
+
+    @property
+    def done(self) -> bool:
+        return self.end is not None
+
+    def since(self, earlier: _WallRegion) -> float:
+        return self.start - earlier.start
 
 
 class WallClock:
@@ -89,6 +105,13 @@ class _EventRegion:
             raise InputError("the region is still open; read its seconds after the with block")
         self.end.synchronize()
         return float(self.start.elapsed_time(self.end)) / 1e3
+
+    @property
+    def done(self) -> bool:
+        return self.closed and bool(self.end.query())
+
+    def since(self, earlier: _EventRegion) -> float:
+        return float(earlier.start.elapsed_time(self.start)) / 1e3
 
 
 class CudaEventClock:

@@ -48,6 +48,7 @@ def _bare(runner: DecodeRunner, step: DecodeStep) -> Callable[[], None] | None:
     segments = runner.captured.recordings.steps_of(min(sizes))
 
     def replay() -> None:
+        runner.set_live(step.live)
         for segment in segments:
             segment.replay()
 
