@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from cglab.engine.engine import Engine
+from cglab.engine.batches import DecodeBatch
+from cglab.engine.inputs import step_inputs, write_page_tables
+from cglab.engine.memory import CacheLayout, RequestMemory
 from cglab.engine.requests import Request
 from cglab.graphs.options import Options
 from cglab.lab.oracles import Outcome, Step, StepOracles
@@ -36,7 +38,8 @@ class DecodeOracles(StepOracles[DecodeRunner]):
         generator = torch.Generator(device).manual_seed(seed)
         for cache in (kv.keys, kv.values):
             cache.normal_(generator=generator)
-        self.engine = Engine(loaded.model, kv, device)
+        layout = CacheLayout(kv.keys.shape[1] // kv.page_size, kv.page_size, LARGEST_BATCH + 1, MAX_CONTEXT)
+        self.memory = RequestMemory(layout, MAX_CONTEXT, prefix_reuse=False)
         super().__init__(loaded, kv, device, seed)
 
     def make_runners(self) -> dict[tuple[str, bool], DecodeRunner]:
@@ -56,26 +59,30 @@ class DecodeOracles(StepOracles[DecodeRunner]):
             for step in range(int(self.random.integers(*STEPS))):
                 self._resize(requests, int(self.random.integers(1, LARGEST_BATCH + 1)))
                 at = where | {"step": step, "live": len(requests)}
-                inputs = self.engine.decode_inputs(requests)
+                write_page_tables(self.kv, requests)
+                inputs = step_inputs(DecodeBatch(tuple(requests)).chunks, runner.inputs, self.kv)
                 tokens = self.check(runner, Step(len(requests), len(requests), inputs), at)
                 for request, token in zip(requests, tokens, strict=True):
-                    if len(request.output) <= STEPS[1]:
-                        request.output.append(token)
+                    self.memory.advance(request, 1)
+                    request.output.append(token)
+                    self.memory.grow(request, request.length)
         finally:
             for request in requests:
-                self.engine.release(request)
+                self.memory.release(request)
 
     def _resize(self, requests: list[Request], count: int) -> None:
         """Ends random requests or admits new ones until ``count`` run; their KV is what the cache holds."""
         vocabulary = self.loaded.config.vocab_size
         while len(requests) > count:
-            self.engine.release(requests.pop(int(self.random.integers(len(requests)))))
+            self.memory.release(requests.pop(int(self.random.integers(len(requests)))))
         while len(requests) < count:
             length = int(self.random.integers(1, MAX_CONTEXT - 2 * STEPS[1]))
             prompt = self.random.integers(0, vocabulary, length).tolist()
             request = Request(len(requests), prompt, STEPS[1] + 1)
-            self.engine.admit(request)
+            self.memory.admit(request, spare=0)
+            request.computed = length
             request.output.append(int(self.random.integers(vocabulary)))
+            self.memory.grow(request, request.length)
             requests.append(request)
 
     def results(self, runner: DecodeRunner, output: Any, step: Step) -> Outcome:

@@ -30,7 +30,7 @@ from cglab.runners.base import GraphGroup, Runner
 
 Outcome = dict[str, Tensor]
 """Named results of one step: ``tokens``, ``logits``, what else the phase hands out, ``keys`` and ``values``."""
-R = TypeVar("R", bound=Runner)
+R = TypeVar("R", bound=Runner[Any])
 
 
 @dataclass(frozen=True)

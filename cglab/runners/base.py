@@ -60,11 +60,13 @@ class Runner(ABC, Generic[Live]):
 
     Attributes:
         technique: name in the table of techniques.
+        inputs: the slots that a caller fills at every step.
         variant: part of every key; phases whose sizes mean different things have different ones (P40).
         waste_ceiling: the phase's own, where the options leave it open.
     """
 
     technique: ClassVar[str]
+    inputs: Sequence[str]
     variant: str | None = None
     waste_ceiling: ClassVar[float | None] = None
 

@@ -50,6 +50,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
     """
 
     technique = "prefill"
+    inputs = INPUTS
     variant: str | None = "prefill"
     waste_ceiling: ClassVar[float | None] = 2.0
 
