@@ -89,7 +89,7 @@ class Runner(ABC, Generic[Live]):
 
     technique: ClassVar[str]
     inputs: Sequence[str]
-    variant: ClassVar[str | None] = None
+    variant: str | None = None
     waste_ceiling: ClassVar[float | None] = None
 
     def __init__(

@@ -59,7 +59,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
 
     technique = "prefill"
     inputs = INPUTS
-    variant: ClassVar[str | None] = "prefill"
+    variant: str | None = "prefill"
     waste_ceiling: ClassVar[float | None] = 2.0
 
     def __init__(
