@@ -24,6 +24,7 @@
     |   +-- PoolBusyError           the pool is in use, or borrowed memory is still alive
     +-- ResultsError            recorded results cannot be read or written
     +-- ClosedError             the object was closed
+    +-- AccountingError         who owns which KV page does not add up: a fault of the lab
 
 Messages carry three things: the fact, the good values, and the next step.
 """
@@ -179,3 +180,7 @@ class ResultsError(CglabError):
 
 class ClosedError(CglabError):
     """The object was closed and holds no recordings any more."""
+
+
+class AccountingError(CglabError):
+    """Rows and pages do not add up: a fault of the lab, as no caller can bring it about."""

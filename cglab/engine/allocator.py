@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
+
 from cglab.errors import InputError
 
 
@@ -15,7 +18,7 @@ class FreeList:
 
     def __init__(self, count: int, what: str) -> None:
         self.what = what
-        self._free = list(range(count - 1, 0, -1))
+        self._free = list(range(1, count))  # a heap
         self._total = count - 1
         self._used: set[int] = set()
 
@@ -29,6 +32,11 @@ class FreeList:
         """How many there are beside the reserved one."""
         return self._total
 
+    @property
+    def used(self) -> frozenset[int]:
+        """Those that were taken and not given back."""
+        return frozenset(self._used)
+
     def take(self, count: int = 1) -> list[int]:
         """Takes ``count`` indices, smallest first.
 
@@ -37,11 +45,11 @@ class FreeList:
         """
         if count > len(self._free):
             raise InputError(f"{count} {self.what} wanted, {len(self._free)} of {self._total} free")
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [heapq.heappop(self._free) for _ in range(count)]
         self._used.update(taken)
         return taken
 
-    def give(self, indices: list[int]) -> None:
+    def give(self, indices: Iterable[int]) -> None:
         """Returns indices that were taken.
 
         Raises:
@@ -51,5 +59,4 @@ class FreeList:
             if index not in self._used:
                 raise InputError(f"{self.what} {index} is not in use")
             self._used.remove(index)
-            self._free.append(index)
-        self._free.sort(reverse=True)
+            heapq.heappush(self._free, index)

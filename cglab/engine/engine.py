@@ -120,7 +120,7 @@ class Engine:
         return dict(zip(INPUTS, packed.unbind(0), strict=True))
 
     def stream(
-        self, requests: Sequence[Request], step: Step, stops: Sequence[int], clock: Callable[[], float]
+        self, requests: Sequence[Request], step: Step, clock: Callable[[], float]
     ) -> Iterator[tuple[float, int]]:
         """Runs requests to their end; yields seconds and live requests of every decode step."""
         waiting = deque(requests)
@@ -130,7 +130,7 @@ class Engine:
                 while waiting and self.admit(waiting[0]):
                     request = waiting.popleft()
                     running.append(request)
-                    request.accept(int(self.prefill(request).argmax()), stops, clock())
+                    request.accept(int(self.prefill(request).argmax()), clock())
                 running = self._drop_finished(running)
                 if not running:
                     continue
@@ -138,7 +138,7 @@ class Engine:
                 tokens = step(len(running), self.decode_inputs(running)).tolist()
                 now = clock()
                 for request, token in zip(running, tokens, strict=True):
-                    request.accept(token, stops, now)
+                    request.accept(token, now)
                 yield now - started, len(running)
                 running = self._drop_finished(running)
         finally:
@@ -176,7 +176,8 @@ class Engine:
         limits: list[Any] = list(max_new_tokens) if each else [max_new_tokens] * len(prompts)  # type: ignore[arg-type]
         self.check(prompts, limits)
         requests = [
-            Request(i, list(p), limit) for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))
+            Request(i, list(p), limit, stops=frozenset(stops))
+            for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
         before = runner.coverage().copy()
         started = time.perf_counter()
@@ -184,14 +185,14 @@ class Engine:
         def clock() -> float:
             return time.perf_counter() - started
 
-        steps = list(self.stream(requests, lambda live, inputs: runner.run(live, **inputs)[0], stops, clock))
+        steps = list(self.stream(requests, lambda live, inputs: runner.run(live, **inputs)[0], clock))
         return Generation(
             [decode(r.output) if decode else "" for r in requests],
             [r.output for r in requests],
             [r.finish or "length" for r in requests],
             Timings(
                 clock(), [s for s, _ in steps], [n for _, n in steps],
-                [r.first_token_at for r in requests], [r.finished_at for r in requests],
+                [r.first_token_at or 0.0 for r in requests], [r.finished_at or 0.0 for r in requests],
             ),
             runner.coverage() - before,
         )  # fmt: skip

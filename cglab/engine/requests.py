@@ -1,59 +1,144 @@
-"""A request, and what a call of ``generate`` returns."""
+"""A request on its way through the engine, what it streams, and what a call of ``generate`` returns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
+from cglab.errors import InputError
 from cglab.graphs.coverage import Coverage
 
+SEEDS: Final = 1 << 63  # seeds travel to the device as int64
 
-@dataclass
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: what logits are divided by before drawing; 0 takes the most likely token.
+        seed: of the draws, 0 to 2^63 - 1; the same seed and tokens give the same draws in any batch.
+
+    Raises:
+        InputError: for a temperature that is negative or not finite, or a seed out of range.
+    """
+
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(
+                f"temperature must be a finite number of at least 0, got {self.temperature!r}; 0 is greedy"
+            )
+        if not (isinstance(self.seed, int) and 0 <= self.seed < SEEDS):
+            raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed!r}")
+
+
+GREEDY: Final = Sampling()
+
+
+@dataclass(eq=False)
 class Request:
-    """One prompt on its way.
+    """One prompt on its way. The scheduler writes everything from ``output`` on.
 
     Attributes:
         index: position among the prompts of the call.
         prompt: token ids.
-        limit: most new tokens.
+        limit: most new tokens; 0 ends it at once.
+        sampling: how tokens are chosen.
+        stops: token ids that end it; the stop token is kept in the output.
         output: new token ids so far.
         row: row of the page table while it runs; 0 before and after.
-        pages: KV pages that it owns.
-        finish: why it ended: "length" or "stop"; None while it runs.
-        first_token_at, finished_at: seconds since the start of the call.
+        pages: KV pages in the order of its positions; those from the prefix cache are shared.
+        window_pages: pages of the sliding-window pool by the same index, 0 where already given back; empty
+            for models without such layers.
+        computed: tokens whose keys and values are in the cache.
+        reused: of them, tokens that the prefix cache had at the last admission.
+        dirty: its row of the page table must be written to the device before the next step.
+        finish: why it ended: "length", "stop", "cancelled" or "error"; None while it waits or runs.
+        preemptions: how often it gave its memory to an older request, to be computed again.
+        arrived_at, admitted_at, first_token_at, finished_at: by the caller's clock, in seconds; None before.
+            ``admitted_at`` is the first admission.
+        token_times: when each output token came.
     """
 
     index: int
     prompt: list[int]
     limit: int
+    sampling: Sampling = GREEDY
+    stops: frozenset[int] = frozenset()
     output: list[int] = field(default_factory=list)
     row: int = 0
     pages: list[int] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    reused: int = 0
+    dirty: bool = False
     finish: str | None = None
-    first_token_at: float = 0.0
-    finished_at: float = 0.0
+    preemptions: int = 0
+    arrived_at: float | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    token_times: list[float] = field(default_factory=list)
 
     @property
     def length(self) -> int:
         """Tokens so far, prompt and output."""
         return len(self.prompt) + len(self.output)
 
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+    @property
+    def decoding(self) -> bool:
+        """Only its newest token, one that the model made, is not in the cache yet."""
+        return bool(self.output) and self.computed == self.length - 1
+
     def slot(self, position: int, page_size: int) -> int:
         """KV slot of a position."""
         return self.pages[position // page_size] * page_size + position % page_size
 
-    def accept(self, token: int, stops: Sequence[int], now: float) -> None:
+    def window_slot(self, position: int, page_size: int) -> int:
+        """Slot of a position in the pool of sliding-window layers; in page 0 if the position has left it."""
+        return self.window_pages[position // page_size] * page_size + position % page_size
+
+    def accept(self, token: int, now: float) -> None:
         """Takes one new token and decides whether the request ends."""
         if not self.output:
             self.first_token_at = now
         self.output.append(token)
-        if token in stops:
-            self.finish = "stop"
+        self.token_times.append(now)
+        if token in self.stops:
+            self.end("stop", now)
         elif len(self.output) >= self.limit:
-            self.finish = "length"
-        self.finished_at = now
+            self.end("length", now)
+
+    def end(self, finish: str, now: float) -> None:
+        """Notes why and when it ended."""
+        self.finish, self.finished_at = finish, now
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a request streams: a token, its end, or both at once.
+
+    Attributes:
+        request: whose.
+        token: the new token id; None for an end without one.
+        at: by the caller's clock, in seconds.
+        finish: why the request ended with this event; None if it goes on.
+    """
+
+    request: Request
+    token: int | None
+    at: float
+    finish: str | None
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def test_rows_and_pages_come_back_when_a_step_raises(bench):
         raise RuntimeError("mid-flight")
 
     with pytest.raises(RuntimeError, match="mid-flight"):
-        list(engine.stream(requests, step, (), lambda: 0.0))
+        list(engine.stream(requests, step, lambda: 0.0))
     assert engine.rows.free == engine.rows.total and engine.pages.free == engine.pages.total
     assert not engine.kv.page_table.any()
     assert engine.generate(PROMPTS, 3, runner).tokens == [reference(engine, p, 3) for p in PROMPTS]

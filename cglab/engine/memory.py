@@ -1,0 +1,190 @@
+"""What each running request holds: a row of the page table, KV pages, and pages of the sliding-window pool.
+
+All pages of the tokens that a request has are taken when it is admitted, so that a prompt never stops half-way for
+want of KV; a page more is taken whenever its tokens outgrow them. Sliding-window layers have a pool of their own:
+its pages are taken chunk by chunk, and given back once they lie wholly before the window. A cached prefix would
+lack their keys, so there is no prefix reuse with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cglab.engine.allocator import FreeList
+from cglab.engine.pages import ROOT, PageStore
+from cglab.engine.requests import Request
+from cglab.errors import AccountingError, InputError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Sizes of the KV cache, in the terms of ``PagedKV``.
+
+    Attributes:
+        pages: KV pages, the reserved one included.
+        page_size: tokens of a page.
+        rows: request rows, the reserved one included.
+        max_context: longest request in tokens.
+        window: tokens that a sliding-window layer sees, the query's own included; None without such layers.
+        window_pages: pages of their pool, the reserved one included.
+
+    Raises:
+        InputError: if nothing is left beside what is reserved, or a size is not positive.
+    """
+
+    pages: int
+    page_size: int
+    rows: int
+    max_context: int
+    window: int | None = None
+    window_pages: int = 0
+
+    def __post_init__(self) -> None:
+        if self.pages < 2 or self.rows < 2:
+            raise InputError(
+                f"{self.pages} pages and {self.rows} rows leave none beside the reserved ones; "
+                "give at least 2 of each"
+            )
+        if self.page_size < 1 or self.max_context < 1 or (self.window is not None and self.window < 1):
+            raise InputError(
+                f"page_size {self.page_size}, max_context {self.max_context} and window {self.window} "
+                "must be at least 1; give larger ones"
+            )
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest request that can ever run."""
+        return min(self.max_context, (self.pages - 1) * self.page_size)
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages of the first ``tokens`` positions."""
+        return -(-tokens // self.page_size)
+
+    def most_window_pages(self, tokens: int, chunk: int) -> int:
+        """Most pages of the window pool that a request of ``tokens`` holds, computed ``chunk`` at a time.
+
+        Before a chunk everything older than ``window - 1`` tokens is gone; what remains may start at the last
+        token of a page.
+        """
+        if self.window is None:
+            return 0
+        return min(self.pages_of(tokens), self.pages_of(self.window + chunk - 2) + 1)
+
+
+class RequestMemory:
+    """Rows and pages of the running requests.
+
+    Args:
+        layout: sizes of the cache.
+        chunk: most tokens of a request that are computed in one step.
+        prefix_reuse: full pages are published for later requests.
+
+    Raises:
+        InputError: if the window pool cannot hold a window and a chunk of one request.
+    """
+
+    def __init__(self, layout: CacheLayout, chunk: int, *, prefix_reuse: bool) -> None:
+        self.layout, self.chunk, self.prefix_reuse = layout, chunk, prefix_reuse
+        self.rows = FreeList(layout.rows, "request rows")
+        self.pages = PageStore(layout.pages, layout.page_size)
+        self.window_pages = FreeList(max(layout.window_pages, 1), "window pages")
+        needed = layout.most_window_pages(layout.room, chunk)
+        if needed > self.window_pages.total:
+            raise InputError(
+                f"{self.window_pages.total} window pages cannot hold a window of {layout.window} tokens and a "
+                f"chunk of {chunk}; give {needed} beside the reserved one, or a smaller token budget"
+            )
+
+    def admit(self, request: Request, *, spare: int) -> bool:
+        """Gives a waiting request its row and all pages of its tokens, known prefixes first.
+
+        At least one token is left to compute, as it is the one that yields the next.
+
+        Args:
+            request: holds nothing so far.
+            spare: pages, of either pool, that must remain for others.
+
+        Returns:
+            False, with nothing taken, if there is not enough.
+        """
+        known = self.pages.match(request.tokens[:-1]) if self.prefix_reuse else []
+        self.pages.hold(known)  # before looking, so that they do not count as available
+        needed = self.layout.pages_of(request.length) - len(known)
+        windowed = self.layout.most_window_pages(request.length, self.chunk)
+        if (
+            not self.rows.free
+            or self.pages.available < needed + spare
+            or (windowed and self.window_pages.free < windowed + spare)
+        ):
+            self.pages.release(known)
+            return False
+        (request.row,) = self.rows.take()
+        request.pages = known + self.pages.take(needed)
+        request.computed = request.reused = len(known) * self.layout.page_size
+        request.dirty = True
+        return True
+
+    def grow(self, request: Request, tokens: int) -> bool:
+        """Makes sure that the first ``tokens`` positions have pages, in both pools.
+
+        Returns:
+            False, with nothing taken, if there is not enough.
+        """
+        pages = self.layout.pages_of(tokens)
+        missing = max(pages - len(request.pages), 0)
+        windowed = max(pages - len(request.window_pages), 0) if self.layout.window else 0
+        if missing > self.pages.available or windowed > self.window_pages.free:
+            return False
+        if missing or windowed:
+            request.pages += self.pages.take(missing)
+            request.window_pages += self.window_pages.take(windowed)
+            request.dirty = True
+        return True
+
+    def advance(self, request: Request, count: int) -> None:
+        """Notes ``count`` more computed tokens: publishes pages they filled, gives back what left the window."""
+        size = self.layout.page_size
+        first, request.computed = request.computed // size, request.computed + count
+        full = range(first, request.computed // size)
+        if self.prefix_reuse and full:
+            tokens = request.tokens
+            for index in full:
+                own, before = request.pages[index], request.pages[index - 1] if index else ROOT
+                request.pages[index] = self.pages.publish(
+                    own, before, tokens[index * size : (index + 1) * size]
+                )
+                request.dirty |= request.pages[index] != own
+        if self.layout.window:
+            passed = max(request.computed + 1 - self.layout.window, 0) // size
+            for index in range(min(passed, len(request.window_pages)) - 1, -1, -1):
+                if not request.window_pages[index]:
+                    break
+                self.window_pages.give([request.window_pages[index]])
+                request.window_pages[index] = 0
+                request.dirty = True
+
+    def release(self, request: Request) -> None:
+        """Takes everything back; published pages stay in the prefix cache."""
+        self.rows.give([request.row])
+        self.pages.release(request.pages)
+        self.window_pages.give(page for page in request.window_pages if page)
+        request.row, request.pages, request.window_pages = 0, [], []
+        request.computed, request.dirty = 0, False
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Compares the books with what the running requests hold.
+
+        Raises:
+            AccountingError: if a row or page leaked or has two owners, or a request lacks one.
+        """
+        self.pages.check(Counter(page for request in running for page in request.pages))
+        rows = [request.row for request in running]
+        windows = [page for request in running for page in request.window_pages if page]
+        for free_list, taken in ((self.rows, rows), (self.window_pages, windows)):
+            if sorted(taken) != sorted(free_list.used):
+                raise AccountingError(f"{free_list.what} {free_list.used} in use, requests hold {taken}")
+        for request in running:
+            if request.computed > len(request.pages) * self.layout.page_size:
+                raise AccountingError(f"request {request.index} has computed tokens without a page")

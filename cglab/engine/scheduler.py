@@ -1,0 +1,255 @@
+"""Continuous batching without a device: which requests run next, on which tokens, and who must give way.
+
+Prefill goes first, as in SGLang: prompts are computed in chunks under one token budget for the whole batch, in order
+of arrival; otherwise everybody decodes one token. When KV runs out, cached pages that nobody holds are evicted, then
+the youngest request gives way: it returns to the front of the queue, and its tokens so far are its prompt when it
+comes back (preemption by recompute). A request only ever takes memory from younger ones; the youngest itself waits.
+So the oldest always advances and everyone ends. The schedule is a function of tokens and of the order of calls; times
+are only noted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from cglab.engine.batches import Batch, Chunk, DecodeBatch, PrefillBatch, SchedulerOptions
+from cglab.engine.memory import CacheLayout, RequestMemory
+from cglab.engine.requests import Event, Request
+from cglab.errors import AccountingError, InputError
+
+
+class Scheduler:
+    """Turns requests into batches: ``add``, then ``plan`` and ``commit`` in turns until ``idle``.
+
+    Args:
+        layout: sizes of the KV cache.
+        options: budget and policy.
+
+    Attributes:
+        waiting: not admitted yet, or preempted; in order of arrival.
+        running: hold a row and pages; in order of arrival, all older than those that wait.
+        memory: who holds which row and pages.
+        prefix_reuse_reason: why there is no prefix reuse; None if there is.
+
+    Raises:
+        InputError: if the window pool cannot hold a window and a chunk of ``token_budget``.
+    """
+
+    def __init__(self, layout: CacheLayout, options: SchedulerOptions) -> None:
+        self.options = options
+        self.prefix_reuse_reason: str | None = None
+        if not options.prefix_reuse:
+            self.prefix_reuse_reason = "switched off by prefix_reuse=False"
+        elif layout.window is not None:
+            self.prefix_reuse_reason = (
+                f"sliding-window layers keep only the last {layout.window} tokens, so a cached prefix would "
+                "lack their keys and values"
+            )
+        self.memory = RequestMemory(
+            layout, options.token_budget, prefix_reuse=self.prefix_reuse_reason is None
+        )
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.max_running = min(options.max_running or layout.rows, layout.rows - 1)
+        self._in_flight: Batch | None = None
+        self._overtaken = 0  # requests admitted since those that decode last ran
+
+    @property
+    def idle(self) -> bool:
+        """Nobody waits and nobody runs."""
+        return not self.waiting and not self.running
+
+    def add(self, request: Request, now: float) -> Event | None:
+        """Puts a request at the end of the queue.
+
+        Args:
+            request: a new one.
+            now: the caller's clock, in seconds.
+
+        Returns:
+            The end of a request that wants no token; it never waits.
+
+        Raises:
+            InputError: if it can never run: no prompt, a negative limit, more tokens than the cache holds.
+        """
+        room, total = self.memory.layout.room, len(request.prompt) + request.limit
+        if request.arrived_at is not None:
+            raise InputError(f"request {request.index} was added before; make a new one")
+        if not request.prompt:
+            raise InputError(f"prompt {request.index} is empty; give at least one token")
+        if request.limit < 0:
+            raise InputError(f"request {request.index} may add {request.limit} tokens; give 0 or more")
+        if total > room:
+            raise InputError(
+                f"prompt {request.index} has {len(request.prompt)} tokens and may add {request.limit}: {total} "
+                f"do not fit into a context of {room}; shorten it, or give the cache more pages or max_context"
+            )
+        request.arrived_at = now
+        if not request.limit:
+            request.end("length", now)
+            return Event(request, None, now, request.finish)
+        self.waiting.append(request)
+        return None
+
+    def cancel(self, request: Request, now: float) -> Event | None:
+        """Ends a request that waits or runs; its memory is free at once, or at the commit of a batch in flight.
+
+        Returns:
+            Its end; None if it had ended before.
+
+        Raises:
+            InputError: if it was never added here.
+        """
+        if request.finish is not None:
+            return None
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request not in self.running:
+            raise InputError(f"request {request.index} is not known here; add it before")
+        elif self._in_flight is None or request not in self._in_flight.requests:
+            self._leave(request)
+        request.end("cancelled", now)
+        return Event(request, None, now, request.finish)
+
+    def plan(self, now: float) -> Batch | None:
+        """Decides what runs next; the batch is then computed and committed.
+
+        Returns:
+            Chunks of prompts, or one decode step; None only if ``idle``.
+
+        Raises:
+            InputError: if the batch before was neither committed nor failed.
+        """
+        if self._in_flight is not None:
+            raise InputError("the batch planned before is in flight; commit it, or tell that it failed")
+        mixed = self.options.mixed
+        if mixed or not any(request.decoding for request in self.running):
+            self._overtaken = 0
+        riders = self._decoders() if mixed else []
+        if chunks := self._chunks(self.options.token_budget - len(riders), now):
+            riding = (Chunk(request, request.computed, 1, last=True) for request in riders if request.row)
+            self._in_flight = PrefillBatch((*riding, *chunks))
+        elif decoders := self._decoders():
+            self._in_flight = DecodeBatch(tuple(decoders))
+            self._overtaken = 0
+        return self._in_flight
+
+    def commit(self, batch: Batch, tokens: Sequence[int], now: float) -> list[Event]:
+        """Takes what a batch computed.
+
+        Args:
+            batch: the one in flight.
+            tokens: the next token of each chunk with ``last``, or of each request of a decode batch, in order.
+            now: the caller's clock, in seconds.
+
+        Returns:
+            A token for each of those requests, with its end where it ended.
+
+        Raises:
+            InputError: if the batch is not in flight or the number of tokens is another; nothing was changed.
+        """
+        chunks = batch.chunks
+        wanted = sum(chunk.last for chunk in chunks)
+        if len(tokens) != wanted:
+            raise InputError(f"{len(tokens)} tokens for a batch that yields {wanted}; give one for each")
+        self._land(batch)
+        events, drawn = [], iter(tokens)
+        for chunk in chunks:
+            request, token = chunk.request, next(drawn) if chunk.last else None
+            if request.finish is None:
+                self.memory.advance(request, chunk.length)
+                if token is not None:
+                    request.accept(token, now)
+                    events.append(Event(request, token, now, request.finish))
+            if request.finish is not None:
+                self._leave(request)
+        return events
+
+    def fail(self, batch: Batch, now: float) -> list[Event]:
+        """Ends the requests of a batch that could not be computed, as "error"; nothing of it is cached.
+
+        Raises:
+            InputError: if the batch is not in flight.
+        """
+        self._land(batch)
+        events = []
+        for request in batch.requests:
+            if request.finish is None:
+                request.end("error", now)
+                events.append(Event(request, None, now, request.finish))
+            self._leave(request)
+        return events
+
+    def check_invariants(self) -> None:
+        """Compares every book with every request.
+
+        Raises:
+            AccountingError: if a row or page leaked, has two owners, or a request is out of place.
+        """
+        self.memory.check(self.running)
+        if len(self.running) > self.max_running:
+            raise AccountingError(f"{len(self.running)} requests run, {self.max_running} may")
+        for request in self.waiting:
+            if request.row or request.pages or request.window_pages or request.finish:
+                raise AccountingError(f"request {request.index} waits and holds memory, or has ended")
+
+    def _decoders(self) -> list[Request]:
+        """Requests that can decode a token now, oldest first, each with a page for it."""
+        return [
+            request
+            for request in list(self.running)
+            if request.row and request.decoding and self._grow(request, request.length)
+        ]
+
+    def _chunks(self, budget: int, now: float) -> list[Chunk]:
+        """Chunks of prompts under the budget: those begun before, then new requests."""
+        begun = deque(request for request in self.running if not request.decoding)
+        chunks: list[Chunk] = []
+        while budget > 0 and (request := begun.popleft() if begun else self._admit(now)):
+            if not request.row:
+                continue  # it gave way to an older one
+            length = min(budget, request.length - request.computed)
+            end = request.computed + length
+            if not self._grow(request, end):
+                break  # the youngest, and it waits: what comes free is for it, not for new ones
+            chunks.append(Chunk(request, request.computed, length, last=end == request.length))
+            budget -= length
+        return chunks
+
+    def _admit(self, now: float) -> Request | None:
+        """Lets the oldest waiting request in, if its tokens fit and leave a page for each that runs.
+
+        At most ``max_running`` overtake those that decode: an endless row of requests that end with their
+        first token would otherwise hold up decoding for ever.
+        """
+        if not self.waiting or max(len(self.running), self._overtaken) >= self.max_running:
+            return None
+        if not self.memory.admit(self.waiting[0], spare=len(self.running)):
+            return None
+        request = self.waiting.popleft()
+        self.running.append(request)
+        self._overtaken += 1
+        if request.admitted_at is None:
+            request.admitted_at = now
+        return request
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Pages for the first ``tokens`` positions, at the cost of younger requests; False if it must wait."""
+        while not self.memory.grow(request, tokens):
+            youngest = self.running[-1]
+            if youngest is request:
+                return False
+            self._leave(youngest)
+            youngest.preemptions += 1
+            self.waiting.appendleft(youngest)
+        return True
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.memory.release(request)
+
+    def _land(self, batch: Batch) -> None:
+        if batch is not self._in_flight:
+            raise InputError("this batch is not in flight; commit the one that was planned last, once")
+        self._in_flight = None

@@ -1,0 +1,160 @@
+"""A model without a device that the scheduler can drive, and that notices every slot with the wrong content.
+
+The next token is a function of all tokens before it, read from the cache: each slot holds the token and position
+written there, slots of pages that were given back are wiped, and a read that does not find what the request itself
+wrote (or what a request with the same prefix wrote) fails at once.
+"""
+
+from zlib import crc32
+
+from cglab.engine.batches import DecodeBatch, PrefillBatch, SchedulerOptions
+from cglab.engine.memory import CacheLayout
+from cglab.engine.requests import Request
+from cglab.engine.scheduler import Scheduler
+
+VOCABULARY = 7
+
+
+def next_token(tokens):
+    return crc32(bytes(tokens)) % VOCABULARY
+
+
+def alone(prompt, limit, stops=()):
+    """What a request generates with no cache and no other request."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + limit:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+class Bench:
+    """A scheduler and the stand-in model, checked after every call."""
+
+    def __init__(
+        self,
+        *,
+        pages=9,
+        page_size=2,
+        rows=4,
+        max_context=64,
+        window=None,
+        window_pages=0,
+        budget=4,
+        **options,
+    ):
+        self.layout = CacheLayout(pages, page_size, rows, max_context, window, window_pages)
+        self.options = SchedulerOptions(budget, **options)
+        self.scheduler = Scheduler(self.layout, self.options)
+        self.kv, self.window_kv = {}, {}
+        self.now = 0.0
+        self.requests, self.events, self.batches = [], [], []
+        self.passed_over = 0  # batches in a row without the oldest request
+
+    def add(self, prompt, limit=3, stops=()):
+        request = Request(len(self.requests), list(prompt), limit, stops=frozenset(stops))
+        event = self.scheduler.add(request, self.tick())
+        self.requests.append(request)
+        self.events += [event] if event else []
+        self.check()
+        return request
+
+    def cancel(self, request):
+        event = self.scheduler.cancel(request, self.tick())
+        self.events += [event] if event else []
+        self.check()
+        return event
+
+    def step(self, during=lambda: None, fail=False):
+        """One batch from plan to commit; ``during`` is called while it is in flight."""
+        batch = self.scheduler.plan(self.tick())
+        self.check()
+        assert (batch is None) == self.scheduler.idle, "whoever is not idle advances"
+        if batch is None:
+            return None
+        self.check_fairness(batch)
+        tokens = self.compute(batch)
+        during()
+        scheduler = self.scheduler
+        self.events += (
+            scheduler.fail(batch, self.tick()) if fail else scheduler.commit(batch, tokens, self.tick())
+        )
+        self.batches.append(batch)
+        self.check()
+        return batch
+
+    def drain(self):
+        """Steps until all have ended."""
+        while self.step() is not None:
+            pass
+        return [request.output for request in self.requests]
+
+    def check_fairness(self, batch):
+        """The oldest request always runs, and is in every batch but for prompts that were let in while it decodes.
+
+        It then ends after a bounded number of steps, and so does everyone, in order of arrival.
+        """
+        oldest = self.scheduler.running[0]
+        assert oldest.arrived_at == min(r.arrived_at for r in self.requests if r.finish is None)
+        if oldest in batch.requests:
+            self.passed_over = 0
+            return
+        self.passed_over += 1
+        assert oldest.decoding and isinstance(batch, PrefillBatch) and not self.options.mixed
+        prompts = 2 * self.scheduler.max_running  # those that ran already, and as many that came after
+        assert self.passed_over <= prompts * -(-self.layout.room // self.options.token_budget)
+
+    def tick(self):
+        self.now += 1.0
+        return self.now
+
+    def compute(self, batch):
+        """Writes and reads the cache as a model would; tokens of the chunks that yield one."""
+        if isinstance(batch, PrefillBatch):
+            assert 0 < batch.tokens <= self.options.token_budget
+        else:
+            assert isinstance(batch, DecodeBatch) and all(r.decoding for r in batch.requests)
+        assert len(set(batch.requests)) == len(batch.requests)
+        written = [slot for chunk in batch.chunks for slot in self.write(chunk)]
+        assert len(set(written)) == len(written), "two requests write one slot"
+        assert all(chunk.request.row for chunk in batch.chunks)
+        seen = [self.read(chunk) for chunk in batch.chunks]
+        return [next_token(tokens) for chunk, tokens in zip(batch.chunks, seen, strict=True) if chunk.last]
+
+    def write(self, chunk):
+        request, size = chunk.request, self.layout.page_size
+        assert chunk.start == request.computed and chunk.length > 0
+        for position in range(chunk.start, chunk.start + chunk.length):
+            slot, content = request.slot(position, size), (request.tokens[position], position)
+            self.kv[slot] = content
+            if self.layout.window:
+                assert request.window_slot(position, size) >= size
+                self.window_kv[request.window_slot(position, size)] = content
+            yield slot
+
+    def read(self, chunk):
+        """All tokens up to the chunk's end, from the cache."""
+        request, size, end = chunk.request, self.layout.page_size, chunk.start + chunk.length
+        seen = [self.kv[request.slot(position, size)] for position in range(end)]
+        assert seen == [(token, position) for position, token in enumerate(request.tokens[:end])]
+        if self.layout.window:
+            oldest = max(chunk.start + 1 - self.layout.window, 0)
+            inside = [self.window_kv[request.window_slot(position, size)] for position in range(oldest, end)]
+            assert inside == seen[oldest:end]
+        return [token for token, _ in seen]
+
+    def check(self):
+        """The books balance; what nobody holds and no prefix can find is wiped."""
+        memory, size = self.scheduler.memory, self.layout.page_size
+        self.scheduler.check_invariants()
+        pages = memory.pages
+        assert pages.free + pages.held + pages.cached == pages.total == self.layout.pages - 1
+        for request in self.scheduler.running:
+            assert request.row and 0 not in request.pages
+        arrived = [r.arrived_at for r in (*self.scheduler.running, *self.scheduler.waiting)]
+        assert arrived == sorted(arrived), "first come, first served"
+        self.kv = {slot: kept for slot, kept in self.kv.items() if slot // size in pages._free.used}
+        self.window_kv = {
+            s: kept for s, kept in self.window_kv.items() if s // size in memory.window_pages.used
+        }
