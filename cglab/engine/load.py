@@ -101,11 +101,10 @@ class Load:
     def prefix(self, vocabulary: int) -> list[int]:
         """The token ids that open every prompt; arguments as in :meth:`requests`."""
         _require_whole("vocabulary", vocabulary, 1)
-        # Apart from every request's own generator, which has an index after the seed.
-        return np.random.default_rng(self.seed).integers(vocabulary, size=self.shared_prefix).tolist()
+        return self._generator(0).integers(vocabulary, size=self.shared_prefix).tolist()
 
     def _request(self, index: int, prefix: list[int], vocabulary: int) -> Request:
-        generator = np.random.default_rng((self.seed, index))
+        generator = self._generator(index + 1)
         fresh, limit = (
             int(generator.integers(low, high + 1))
             for low, high in map(_bounds, (self.prompt_tokens, self.new_tokens))
@@ -114,6 +113,9 @@ class Load:
         seed = int(generator.integers(2**31))
         sampling = Sampling(self.temperature, seed) if self.temperature > 0 else GREEDY
         return Request(index, prompt, limit, sampling)
+
+    def _generator(self, stream: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, stream))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: the workload of a record."""

@@ -169,6 +169,13 @@ def test_the_payload_hash_sees_where_a_prompt_ends():
     assert payload_hash(one) != payload_hash(other)
 
 
+def test_no_two_requests_and_no_prefix_share_their_tokens():
+    """Fresh tokens that repeat the prefix, or each other, would be taken from the cache."""
+    load = Load(9, 1, 40, 1, shared_prefix=40)
+    fresh = [tuple(request.prompt[40:]) for request in load.requests(VOCABULARY)]
+    assert len({tuple(load.prefix(VOCABULARY)), *fresh}) == 10
+
+
 def test_sampling_is_seeded_per_request():
     seeds = [request.sampling.seed for request in Load(20, 1, 3, 3, temperature=1.0).requests(VOCABULARY)]
     assert len(set(seeds)) == 20
