@@ -10,7 +10,7 @@ from cglab import settings
 from cglab.commands.console import FAILS, HOLDS, Outcome, advance, note, progress_bar
 from cglab.errors import InputError
 from cglab.lab.benches import BENCHES
-from cglab.lab.oracles import check_technique
+from cglab.lab.checking import check_technique
 from cglab.lab.tables import format_table
 from cglab.lab.techniques import TECHNIQUES
 from cglab.measure.record import Record

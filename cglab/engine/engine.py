@@ -1,29 +1,63 @@
-"""Greedy generation for a batch of prompts: admit, prefill, decode step by step, let requests go as they end.
+"""Continuous batching over one cache: plan a batch, compute it on the runner of its phase, sample, stream.
 
-Small on purpose: it is the bench for the captures. A request is admitted when a row and all pages that it can ever
-need are free, so nothing runs out in mid-flight; the rest wait in order.
+Small on purpose: it is the bench for the captures, not a server. Who runs next is the scheduler's business and knows
+no device; what a step computes is a runner's. In between there is one step: page tables that changed are written,
+inputs are copied to the device, the runner replays (or runs eager, with its reason), and the tokens come back.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cglab.engine.allocator import FreeList
-from cglab.engine.requests import Generation, Request, Timings
+from cglab.engine.batches import Batch, DecodeBatch, PrefillBatch, SchedulerOptions
+from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
+from cglab.engine.memory import CacheLayout
+from cglab.engine.requests import GREEDY, Event, Generation, Request, Sampling, Timings
+from cglab.engine.scheduler import Scheduler
+from cglab.engine.segments import ForwardSegments
 from cglab.errors import InputError
-from cglab.models.attention import LiveSpans, PrefillAttention, Span
+from cglab.graphs.clocks import clock_for
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
-from cglab.runners.decode import INPUTS, DecodeRunner
+from cglab.models.sampling import sample
+from cglab.runners.decode import DecodeRunner
+from cglab.runners.prefill import PrefillRunner
 
-Step = Callable[[int, dict[str, Tensor]], Tensor]
+
+class Phases(Protocol):
+    """Who computes each phase."""
+
+    def decode(self, *, sampling: bool) -> DecodeRunner:
+        """The runner of decode steps; with ``sampling`` one that draws at each request's temperature."""
+        ...
+
+    def prefill(self) -> PrefillRunner:
+        """The runner of prompt chunks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step that was computed.
+
+    Attributes:
+        kind: ``prefill`` or ``decode``.
+        requests: live requests.
+        tokens: live tokens.
+        seconds: from the plan to token ids on the host.
+    """
+
+    kind: str
+    requests: int
+    tokens: int
+    seconds: float
 
 
 class Engine:
@@ -32,167 +66,210 @@ class Engine:
     Args:
         model: the decoder.
         kv: its cache; row 0 and page 0 stay reserved.
-        device: where they live.
+        phases: runners over both.
+        options: the scheduler's.
+
+    Attributes:
+        scheduler: who waits, runs, and holds which pages.
+        segments: device time of every forward, for forward occupancy.
     """
 
-    def __init__(self, model: Decoder, kv: PagedKV, device: torch.device) -> None:
-        self.model, self.kv, self.device = model, kv, device
-        self.rows = FreeList(kv.page_table.shape[0], "request rows")
-        self.pages = FreeList(kv.keys.shape[1] // kv.page_size, "KV pages")
+    def __init__(self, model: Decoder, kv: PagedKV, phases: Phases, options: SchedulerOptions) -> None:
+        self.model, self.kv, self.phases = model, kv, phases
         self.max_context = min(kv.page_table.shape[1] * kv.page_size, model.config.max_position)
+        layout = CacheLayout(
+            kv.keys.shape[1] // kv.page_size, kv.page_size, kv.page_table.shape[0], self.max_context
+        )
+        self.scheduler = Scheduler(layout, options)
+        self.now: Callable[[], float] = time.perf_counter
+        self.segments = ForwardSegments(clock_for(kv.keys.device), now=self.now)
+        self._watchers: list[list[StepRecord]] = []
+        self._ended: list[Event] = []
 
-    def check(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-        """Refuses what can never run.
+    @property
+    def idle(self) -> bool:
+        """No request waits or runs, and every event was handed out."""
+        return self.scheduler.idle and not self._ended
 
-        Args:
-            prompts: token ids.
-            limits: most new tokens of each.
+    @property
+    def largest_batch(self) -> int:
+        """Most requests that run at a time."""
+        return self.scheduler.max_running
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; its events come out of ``step``.
 
         Raises:
-            InputError: for an empty prompt, unknown token ids, or a request longer than the cache.
+            InputError: for unknown token ids, or a request that can never run.
         """
-        if len(limits) != len(prompts):
-            raise InputError(
-                f"{len(limits)} limits for {len(prompts)} prompts; give one for each, or one for all"
-            )
         vocabulary = self.model.config.vocab_size
-        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            if not isinstance(limit, int) or limit < 1:
-                raise InputError(f"max_new_tokens must be a whole number of at least 1, got {limit!r}")
-            if not len(prompt):
-                raise InputError(f"prompt {index} is empty; give at least one token")
-            if min(prompt) < 0 or max(prompt) >= vocabulary:
-                raise InputError(f"prompt {index} has token ids outside of 0 to {vocabulary - 1}")
-            total = len(prompt) + limit
-            room = min(self.max_context, self.pages.total * self.kv.page_size)
-            if total > room:
-                raise InputError(
-                    f"prompt {index} has {len(prompt)} tokens and may add {limit}: {total} do not fit "
-                    f"into a context of {room}; shorten it, or open the lab with a larger max_context"
-                )
+        if request.prompt and not (min(request.prompt) >= 0 and max(request.prompt) < vocabulary):
+            raise InputError(
+                f"prompt {request.index} has token ids outside of 0 to {vocabulary - 1}; "
+                "encode it with this model's tokenizer"
+            )
+        event = self.scheduler.add(request, self.now())
+        if event is not None:
+            self._ended.append(event)
 
-    def admit(self, request: Request) -> bool:
-        """Gives a request its row and pages, if there are enough."""
-        needed = -(-(len(request.prompt) + request.limit) // self.kv.page_size)
-        if not self.rows.free or self.pages.free < needed:
-            return False
-        (request.row,) = self.rows.take()
-        request.pages = self.pages.take(needed)
-        row = torch.zeros(self.kv.page_table.shape[1], dtype=torch.int64)
-        row[:needed] = torch.tensor(request.pages)
-        self.kv.page_table[request.row].copy_(row)
-        return True
+    def cancel(self, request: Request) -> None:
+        """Ends a request early; that too is an event of the next step. Nothing happens to one that has ended."""
+        event = self.scheduler.cancel(request, self.now())
+        if event is not None:
+            self._ended.append(event)
 
-    def release(self, request: Request) -> None:
-        """Takes row and pages back."""
-        if request.row:
-            self.kv.page_table[request.row].zero_()
-            self.rows.give([request.row])
-            self.pages.give(request.pages)
-            request.row, request.pages = 0, []
+    def abandon(self, requests: Sequence[Request]) -> None:
+        """Ends requests without a word: a batch in flight fails, the rest is cancelled, events are dropped."""
+        if self.scheduler.in_flight is not None:
+            self.scheduler.fail(self.scheduler.in_flight, self.now())
+        for request in requests:
+            if request.arrived_at is not None:
+                self.scheduler.cancel(request, self.now())
+        self._ended.clear()
+
+    @contextmanager
+    def watched(self) -> Iterator[list[StepRecord]]:
+        """Within, every step that was computed is noted in the list."""
+        steps: list[StepRecord] = []
+        self._watchers.append(steps)
+        try:
+            yield steps
+        finally:
+            self._watchers = [watcher for watcher in self._watchers if watcher is not steps]
+
+    def flush_cache(self) -> None:
+        """Forgets the prefixes of requests that have ended."""
+        pages = self.scheduler.memory.pages
+        pages.evict(pages.cached)
+
+    def step(self) -> list[Event]:
+        """Computes one batch.
+
+        Returns:
+            Tokens and ends since the last call, this batch's last.
+
+        Raises:
+            Exception: what the batch raised; its requests have ended as "error" then, the others go on.
+        """
+        started = self.now()
+        batch = self.scheduler.plan(started)
+        if batch is not None:
+            try:
+                tokens = self.compute(batch)
+            except BaseException:
+                self._ended += self.scheduler.fail(batch, self.now())
+                raise
+            now = self.now()
+            kind = "decode" if isinstance(batch, DecodeBatch) else "prefill"
+            record = StepRecord(kind, len(batch.requests), batch.tokens, now - started)
+            for watcher in self._watchers:
+                watcher.append(record)
+            self._ended += self.scheduler.commit(batch, tokens, now)
+        events, self._ended = self._ended, []
+        return events
 
     @torch.no_grad()
-    def prefill(self, request: Request) -> Tensor:
-        """Computes a prompt, eager; returns the logits after its last token, [vocabulary]."""
-        length, size = len(request.prompt), self.kv.page_size
-        slots = [request.slot(i, size) for i in range(length)]
-        packed = torch.from_numpy(np.array([request.prompt, range(length), slots], dtype=np.int64)).to(
-            self.device
-        )
-        attention = PrefillAttention(
-            self.kv, out_slots=packed[2], live=LiveSpans([Span(request.row, 0, length)])
-        )
-        hidden = self.model(packed[0], packed[1], attention)
-        logits: Tensor = self.model.logits(hidden[-1:])[0]
-        return logits
+    def compute(self, batch: Batch) -> list[int]:
+        """The next token of every chunk that reaches its request's end."""
+        write_page_tables(self.kv, batch.requests)
+        if isinstance(batch, PrefillBatch):
+            return self._prefill(batch)
+        runner = self.phases.decode(sampling=any(r.sampling.temperature for r in batch.requests))
+        inputs = step_inputs(batch.chunks, runner.inputs, self.kv)
+        with self.segments.timed("decode"):
+            tokens, _ = runner.run(len(batch.requests), **inputs)
+        return [int(token) for token in tokens.tolist()]
 
-    def decode_inputs(self, running: Sequence[Request]) -> dict[str, Tensor]:
-        """The inputs of one decode step: the last token of each request, which is not in the cache yet."""
-        size = self.kv.page_size
-        rows = [
-            [r.output[-1] for r in running],
-            [r.length - 1 for r in running],
-            [r.slot(r.length - 1, size) for r in running],
-            [r.row for r in running],
-            [r.length for r in running],
-        ]
-        packed = torch.from_numpy(np.array(rows, dtype=np.int64)).to(self.device)  # one copy to the device
-        return dict(zip(INPUTS, packed.unbind(0), strict=True))
+    def _prefill(self, batch: PrefillBatch) -> list[int]:
+        runner, spans = self.phases.prefill(), spans_of(batch.chunks)
+        inputs = step_inputs(batch.chunks, runner.inputs, self.kv)
+        with self.segments.timed("prefill"):
+            hidden = runner.run(spans, **inputs)
+            last = [index for index, chunk in enumerate(batch.chunks) if chunk.last]
+            if not last:
+                return []
+            tokens = self._sampled(runner.last_logits(hidden, spans), batch)
+        return [int(token) for index, token in enumerate(tokens.tolist()) if batch.chunks[index].last]
 
-    def stream(
-        self, requests: Sequence[Request], step: Step, clock: Callable[[], float]
-    ) -> Iterator[tuple[float, int]]:
-        """Runs requests to their end; yields seconds and live requests of every decode step."""
-        waiting = deque(requests)
-        running: list[Request] = []
+    def _sampled(self, logits: Tensor, batch: PrefillBatch) -> Tensor:
+        """Tokens of all chunks, drawn as a decode step draws: by seed and position."""
+        if not any(request.sampling.temperature for request in batch.requests):
+            return logits.argmax(-1)
+        draws = step_inputs(batch.chunks, ("temperatures", "seeds", "seq_lens"), self.kv)
+        return sample(logits, draws["temperatures"], draws["seeds"], draws["seq_lens"] - 1)
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Event]:
+        """Runs requests to their end; whatever stops that early cancels the rest.
+
+        Raises:
+            InputError: if others are in flight, or for a request that can never run: nothing has run then.
+        """
+        if not self.idle:
+            raise InputError("other requests are in flight; let them end, or submit these and call step")
         try:
-            while waiting or running:
-                while waiting and self.admit(waiting[0]):
-                    request = waiting.popleft()
-                    running.append(request)
-                    request.accept(int(self.prefill(request).argmax()), clock())
-                running = self._drop_finished(running)
-                if not running:
-                    continue
-                started = clock()
-                tokens = step(len(running), self.decode_inputs(running)).tolist()
-                now = clock()
-                for request, token in zip(running, tokens, strict=True):
-                    request.accept(token, now)
-                yield now - started, len(running)
-                running = self._drop_finished(running)
-        finally:
             for request in requests:
-                self.release(request)
-
-    def _drop_finished(self, running: list[Request]) -> list[Request]:
-        for request in running:
-            if request.finish is not None:
-                self.release(request)
-        return [request for request in running if request.finish is None]
+                self.submit(request)
+            while not self.idle:
+                yield from self.step()
+        finally:
+            self.abandon(requests)
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int],
-        runner: DecodeRunner,
         *,
+        sampling: Sampling = GREEDY,
         stops: Sequence[int] = (),
         decode: Callable[[list[int]], str] | None = None,
     ) -> Generation:
-        """Greedy continuations of token-id prompts.
+        """Continuations of token-id prompts.
 
         Args:
             prompts: token ids of each prompt.
             max_new_tokens: limit for all, or one for each.
-            runner: what a decode step runs on.
+            sampling: greedy, or a temperature and the seed of the first prompt; each prompt after it has the next.
             stops: token ids that end a request; the stop token is kept in the output.
             decode: turns token ids into text.
 
         Raises:
             InputError: for requests that can never run.
         """
-        each = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
-        limits: list[Any] = list(max_new_tokens) if each else [max_new_tokens] * len(prompts)  # type: ignore[arg-type]
-        self.check(prompts, limits)
+        limits = _limits(max_new_tokens, len(prompts))
         requests = [
-            Request(i, list(p), limit, stops=frozenset(stops))
-            for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))
+            Request(
+                i, list(prompt), limit, Sampling(sampling.temperature, sampling.seed + i), frozenset(stops)
+            )
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
-        before = runner.coverage().copy()
-        started = time.perf_counter()
-
-        def clock() -> float:
-            return time.perf_counter() - started
-
-        steps = list(self.stream(requests, lambda live, inputs: runner.run(live, **inputs)[0], clock))
+        decoder, prefiller = self.phases.decode(sampling=sampling.temperature > 0), self.phases.prefill()
+        before = decoder.coverage().copy(), prefiller.coverage().copy()
+        started = self.now()
+        with self.watched() as steps:
+            list(self.stream(requests))
+        decodes = [step for step in steps if step.kind == "decode"]
         return Generation(
             [decode(r.output) if decode else "" for r in requests],
             [r.output for r in requests],
             [r.finish or "length" for r in requests],
             Timings(
-                clock(), [s for s, _ in steps], [n for _, n in steps],
-                [r.first_token_at or 0.0 for r in requests], [r.finished_at or 0.0 for r in requests],
+                self.now() - started, [s.seconds for s in decodes], [s.requests for s in decodes],
+                [(r.first_token_at or started) - started for r in requests],
+                [(r.finished_at or started) - started for r in requests],
+                [s.seconds for s in steps if s.kind == "prefill"],
+                [s.tokens for s in steps if s.kind == "prefill"],
             ),
-            runner.coverage() - before,
+            decoder.coverage() - before[0],
+            prefiller.coverage() - before[1],
         )  # fmt: skip
+
+
+def _limits(max_new_tokens: int | Sequence[int], count: int) -> list[Any]:
+    each = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
+    limits: list[Any] = list(max_new_tokens) if each else [max_new_tokens] * count  # type: ignore[arg-type]
+    if len(limits) != count:
+        raise InputError(f"{len(limits)} limits for {count} prompts; give one for each, or one for all")
+    for limit in limits:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise InputError(f"max_new_tokens must be a whole number of at least 0, got {limit!r}")
+    return limits

@@ -151,6 +151,8 @@ class Timings:
         step_batches: live requests of each decode step.
         first_token: time to first token of each request, queueing included.
         finished: when each request ended.
+        prefills: each prefill step, likewise.
+        prefill_tokens: live tokens of each prefill step.
     """
 
     total: float
@@ -158,6 +160,8 @@ class Timings:
     step_batches: list[int]
     first_token: list[float]
     finished: list[float]
+    prefills: list[float] = field(default_factory=list)
+    prefill_tokens: list[int] = field(default_factory=list)
 
     @property
     def median_step(self) -> float | None:
@@ -183,6 +187,7 @@ class Generation:
         finish: why each ended: "length" or "stop".
         timings: wall times.
         coverage: captured and eager decode steps of this call, with reasons.
+        prefill: likewise of its prefill steps.
     """
 
     text: list[str]
@@ -190,10 +195,12 @@ class Generation:
     finish: list[str]
     timings: Timings
     coverage: Coverage
+    prefill: Coverage = field(default_factory=Coverage)
 
     def __str__(self) -> str:
         count = sum(len(tokens) for tokens in self.tokens)
-        return f"{len(self.tokens)} requests, {count} new tokens; {self.coverage}; {self.timings}"
+        steps = f"decode {self.coverage}; prefill {self.prefill}"
+        return f"{len(self.tokens)} requests, {count} new tokens; {steps}; {self.timings}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -202,4 +209,5 @@ class Generation:
             "tokens": self.tokens,
             "finish": self.finish,
             "coverage": self.coverage.as_dict(),
+            "prefill": self.prefill.as_dict(),
         }

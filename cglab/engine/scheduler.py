@@ -29,6 +29,7 @@ class Scheduler:
     Attributes:
         waiting: not admitted yet, or preempted; in order of arrival.
         running: hold a row and pages; in order of arrival, all older than those that wait.
+        in_flight: the batch that was planned and is neither committed nor failed.
         memory: who holds which row and pages.
         prefix_reuse_reason: why there is no prefix reuse; None if there is.
 
@@ -52,7 +53,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.max_running = min(options.max_running or layout.rows, layout.rows - 1)
-        self._in_flight: Batch | None = None
+        self.in_flight: Batch | None = None
         self._overtaken = 0  # requests admitted since those that decode last ran
 
     @property
@@ -107,7 +108,7 @@ class Scheduler:
             self.waiting.remove(request)
         elif request not in self.running:
             raise InputError(f"request {request.index} is not known here; add it before")
-        elif self._in_flight is None or request not in self._in_flight.requests:
+        elif self.in_flight is None or request not in self.in_flight.requests:
             self._leave(request)
         request.end("cancelled", now)
         return Event(request, None, now, request.finish)
@@ -121,7 +122,7 @@ class Scheduler:
         Raises:
             InputError: if the batch before was neither committed nor failed.
         """
-        if self._in_flight is not None:
+        if self.in_flight is not None:
             raise InputError("the batch planned before is in flight; commit it, or tell that it failed")
         mixed = self.options.mixed
         if mixed or not any(request.decoding for request in self.running):
@@ -129,11 +130,11 @@ class Scheduler:
         riders = self._decoders() if mixed else []
         if chunks := self._chunks(self.options.token_budget - len(riders), now):
             riding = (Chunk(request, request.computed, 1, last=True) for request in riders if request.row)
-            self._in_flight = PrefillBatch((*riding, *chunks))
+            self.in_flight = PrefillBatch((*riding, *chunks))
         elif decoders := self._decoders():
-            self._in_flight = DecodeBatch(tuple(decoders))
+            self.in_flight = DecodeBatch(tuple(decoders))
             self._overtaken = 0
-        return self._in_flight
+        return self.in_flight
 
     def commit(self, batch: Batch, tokens: Sequence[int], now: float) -> list[Event]:
         """Takes what a batch computed.
@@ -250,6 +251,6 @@ class Scheduler:
         self.memory.release(request)
 
     def _land(self, batch: Batch) -> None:
-        if batch is not self._in_flight:
+        if batch is not self.in_flight:
             raise InputError("this batch is not in flight; commit the one that was planned last, once")
-        self._in_flight = None
+        self.in_flight = None

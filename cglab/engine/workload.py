@@ -1,25 +1,30 @@
-"""Fixed decode steps for measuring: a batch of requests held at one context length.
+"""Fixed steps for measuring: one decode or prefill step that can be run over and over.
 
-Repeating the step writes the same KV at the same slots, so every arm does the same work from the same state.
+Repeating a step writes the same KV at the same slots, so every arm does the same work from the same state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cglab.engine.batches import Chunk
 from cglab.engine.engine import Engine
+from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
 from cglab.engine.requests import Request
 from cglab.errors import InputError
+from cglab.models.spans import Span
+from cglab.runners.decode import INPUTS as DECODE_INPUTS
+from cglab.runners.prefill import INPUTS as PREFILL_INPUTS
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Inputs of one decode step that can be run over and over.
+    """Inputs of one decode step.
 
     Attributes:
         live: requests.
@@ -30,6 +35,42 @@ class DecodeStep:
     live: int
     context: int
     inputs: dict[str, Tensor]
+
+    @property
+    def rows(self) -> int:
+        """Live rows along the bucket axis: requests."""
+        return self.live
+
+    @property
+    def workload(self) -> dict[str, int]:
+        """The size, as it is recorded."""
+        return {"batch": self.live, "context": self.context}
+
+
+@dataclass(frozen=True)
+class PrefillStep:
+    """Inputs of one prefill step.
+
+    Attributes:
+        live: the part of each request.
+        inputs: tensors by slot name.
+    """
+
+    live: Sequence[Span]
+    inputs: dict[str, Tensor]
+
+    @property
+    def rows(self) -> int:
+        """Live rows along the bucket axis: tokens."""
+        return sum(span.length for span in self.live)
+
+    @property
+    def workload(self) -> dict[str, int]:
+        """The size, as it is recorded."""
+        return {"tokens": self.rows, "cached": self.live[0].start, "requests": len(self.live)}
+
+
+Step = DecodeStep | PrefillStep
 
 
 @contextmanager
@@ -45,19 +86,82 @@ def steady_decode(engine: Engine, batch: int, context: int, *, seed: int = 0) ->
     Raises:
         InputError: if they do not fit the cache, or there is no request or no token before the new one.
     """
-    generator = torch.Generator().manual_seed(seed)
     if batch < 1 or context < 2:
         raise InputError(f"a step needs batch >= 1 and context >= 2, got {batch} and {context}")
+    if batch > engine.largest_batch:
+        raise InputError(f"{batch} requests at once, the engine runs at most {engine.largest_batch}")
+    generator = torch.Generator().manual_seed(seed)
     shape = (batch, context - 1)
     prompts = torch.randint(0, engine.model.config.vocab_size, shape, generator=generator).tolist()
-    engine.check(prompts, [1] * batch)
     requests = [Request(index, prompt, 1) for index, prompt in enumerate(prompts)]
+    engine.flush_cache()
     try:
         for request in requests:
-            if not engine.admit(request):
-                engine.rows.take(batch)  # raises with the numbers
-            request.output.append(int(engine.prefill(request).argmax()))
-        yield DecodeStep(batch, shape[1] + 1, engine.decode_inputs(requests))
+            engine.submit(request)
+            request.limit = 2  # the step's own token is never kept, so it needs no room
+        while not all(request.decoding for request in requests):
+            engine.step()
+            if any(request.finish or request.preemptions for request in requests):
+                raise InputError(
+                    f"{batch} requests of {context} tokens do not fit into the cache together; "
+                    "take fewer or shorter ones, or give it more pages"
+                )
+        chunks = _planned(engine)
+        yield DecodeStep(batch, context, step_inputs(chunks, DECODE_INPUTS, engine.kv))
     finally:
-        for request in requests:
-            engine.release(request)
+        engine.abandon(requests)
+
+
+@contextmanager
+def steady_prefill(
+    engine: Engine, tokens: int, cached: int = 0, requests: int = 1, *, seed: int = 0
+) -> Iterator[PrefillStep]:
+    """Computes ``cached`` random tokens of each request and holds the step of the next ones.
+
+    Args:
+        engine: with enough free rows and pages.
+        tokens: new tokens of the step, split evenly over its requests.
+        cached: tokens of each request that are in the cache before; whole pages.
+        requests: how many share the step.
+        seed: of the prompts.
+
+    Raises:
+        InputError: if they do not fit the cache or a step, or cannot be split so.
+    """
+    budget, page = engine.scheduler.options.token_budget, engine.kv.page_size
+    if requests < 1 or tokens < requests or tokens % requests or cached < 0 or cached % page:
+        raise InputError(
+            f"{tokens} tokens of {requests} requests after {cached} cached ones: give whole tokens for each "
+            f"request, and cached tokens in pages of {page}"
+        )
+    if tokens > budget:
+        raise InputError(f"{tokens} tokens are more than a step's budget of {budget}; open the lab with more")
+    generator = torch.Generator().manual_seed(seed)
+    shape = (requests, cached + tokens // requests)
+    prompts = torch.randint(0, engine.model.config.vocab_size, shape, generator=generator).tolist()
+    waiting = [Request(index, prompt, 1) for index, prompt in enumerate(prompts)]
+    engine.flush_cache()
+    try:
+        if cached:
+            list(engine.stream([Request(r.index, r.prompt[:cached], 1) for r in waiting]))
+        for request in waiting:
+            engine.submit(request)
+        chunks = _planned(engine)
+        spans = spans_of(chunks)
+        if [(span.start, span.length) for span in spans] != [(cached, tokens // requests)] * requests:
+            raise InputError(
+                f"{requests} requests of {shape[1]} tokens, {cached} of them cached, do not make one step "
+                f"({engine.scheduler.prefix_reuse_reason or 'the cache is too small'}); take fewer or shorter ones"
+            )
+        yield PrefillStep(spans, step_inputs(chunks, PREFILL_INPUTS, engine.kv))
+    finally:
+        engine.abandon(waiting)
+
+
+def _planned(engine: Engine) -> tuple[Chunk, ...]:
+    """The next batch's chunks, with their page tables on the device; it stays in flight."""
+    batch = engine.scheduler.plan(engine.now())
+    if batch is None:
+        return ()
+    write_page_tables(engine.kv, batch.requests)
+    return batch.chunks

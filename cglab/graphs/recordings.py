@@ -87,7 +87,7 @@ class Recordings:
                 if not isinstance(error, CaptureMemoryError):  # the same function fails at every size
                     self.failures = {self.key(rest): str(error) for rest in buckets} | self.failures
                     break
-            self.rows = self._trim_rule()
+            self.rows = self._trim_rule(prepare)
 
     def _capture_bucket(self, size: int, prepare: Prepare | None) -> CaptureError | None:
         key, views = self.key(size), self._buffers.view(size, self.present)
@@ -121,7 +121,7 @@ class Recordings:
             step.replay()
         return self._backend.artifact(key).output.tree()
 
-    def _trim_rule(self) -> list[int | None] | None:
+    def _trim_rule(self, prepare: Prepare | None) -> list[int | None] | None:
         keys = self._backend.keys
         if not keys or not self._options.padding:
             return None  # exact sizes are never trimmed
@@ -132,7 +132,10 @@ class Recordings:
         if only.size == 1:
             return [None] * len(outputs[only])  # a single bucket of one row is never padded
         # One size cannot tell rows from coincidence: ask another.
-        step = self.step_over(self._buffers.view(only.size - 1, self.present))
+        views = self._buffers.view(only.size - 1, self.present)
+        if prepare is not None:
+            prepare(views)
+        step = self.step_over(views)
         try:
             smaller = tuple(tree_flatten(self._recorder.shape_of(step))[0])
             if self._options.after_warmup is not None:  # this run counts as one

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from cglab.lab import suites
+from cglab.lab.checking import check_technique
 from cglab.lab.decode_bench import Progress, decode, silent
-from cglab.lab.oracles import check_technique
 from cglab.lab.recovery import recovery_sweep
 from cglab.measure.record import Record, make_record, new_run
 

@@ -22,7 +22,9 @@ TAPE_NOTE = "CPU tape: the times show that it works; they are no graph speed-ups
 
 def title_of(technique: str, model: str, workload: Mapping[str, Any]) -> str:
     """A heading: what was run, of which model (a folder's name is enough), at which size."""
-    return f"One {technique} step of {Path(model).name}, batch {workload['batch']}, context {workload['context']}"
+    sizes = ("batch", "context", "tokens", "cached", "requests")
+    told = ", ".join(f"{name} {workload[name]}" for name in sizes if name in workload)
+    return f"One {technique} step of {Path(model).name}, {told}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cglab.measure.prediction import outcome, predict_gain, same_work
 from cglab.measure.profiling import profile
 from cglab.measure.record import Record, make_record, new_run
 from cglab.measure.trace import Trace
-from cglab.runners.decode import DecodeRunner
+from cglab.runners.base import Runner
 
 Progress = Callable[[str], None]
 ARMS = ("eager", "full", "breakable")
@@ -31,7 +31,7 @@ def silent(_: str) -> None:
 
 
 def _sustained(
-    runner: DecodeRunner, step: DecodeStep, device: torch.device, calls: int
+    runner: Runner[Any], step: DecodeStep, device: torch.device, calls: int
 ) -> Callable[[], float]:
     """Seconds a step of ``calls`` steps in a row, as a loop without a host read would take."""
     clock = clock_for(device, "wall")
@@ -40,7 +40,7 @@ def _sustained(
     )[0]
 
 
-def _bare(runner: DecodeRunner, step: DecodeStep) -> Callable[[], None] | None:
+def _bare(runner: Runner[Any], step: DecodeStep) -> Callable[[], None] | None:
     """The bare recordings of the step's bucket, without runner; None for the eager arm."""
     sizes = [size for size in runner.captured.captured_sizes if size >= step.live]
     if not sizes:
@@ -48,6 +48,7 @@ def _bare(runner: DecodeRunner, step: DecodeStep) -> Callable[[], None] | None:
     segments = runner.captured.recordings.steps_of(min(sizes))
 
     def replay() -> None:
+        runner.set_live(step.live)
         for segment in segments:
             segment.replay()
 
@@ -188,7 +189,7 @@ def _breaks(trace: Trace, wall_ms: float, busy_ms: float, verdict: str) -> dict[
     return {"breaks": breaks, "break_us": left / breaks * 1e3, **explained}
 
 
-def _ledger_columns(runner: DecodeRunner) -> dict[str, list[float]]:
+def _ledger_columns(runner: Runner[Any]) -> dict[str, list[float]]:
     """The bucket ledger as columns, in the order of capture."""
     rows = runner.captured.memory()
     if not rows:
@@ -198,7 +199,7 @@ def _ledger_columns(runner: DecodeRunner) -> dict[str, list[float]]:
     return {"bucket": sizes, **{f"bucket_{name}": [float(row[name]) for row in rows] for name in names}}
 
 
-def _cost_metrics(runner: DecodeRunner, step: DecodeStep, device: torch.device) -> dict[str, Any]:
+def _cost_metrics(runner: Runner[Any], step: DecodeStep, device: torch.device) -> dict[str, Any]:
     ledger = runner.captured.ledger
     if not ledger:
         return {}

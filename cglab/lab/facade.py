@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from cglab.engine.batches import SchedulerOptions
 from cglab.engine.engine import Engine
-from cglab.engine.requests import Generation
-from cglab.engine.workload import DecodeStep, steady_decode
+from cglab.engine.requests import Event, Generation, Request, Sampling
+from cglab.engine.workload import Step
 from cglab.errors import ClosedError, InputError, ToggleError
-from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
-from cglab.graphs.clocks import clock_for, sample_seconds
+from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode, sglang_prefill
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
+from cglab.lab import steps
 from cglab.lab.comparison import Comparison, Profile
+from cglab.lab.phases import LabPhases
 from cglab.lab.profiles import save_profile, trace_path
 from cglab.lab.prompts import Prompts, encode, sample_prompts
 from cglab.lab.sweep import Sweep
 from cglab.lab.techniques import Captures, technique
 from cglab.measure.ab import interleave
 from cglab.measure.memory import Memory, memory_now
-from cglab.measure.parity import Parity, compare_logits, compare_tokens, worst
+from cglab.measure.parity import Parity
 from cglab.measure.profiling import profile
 from cglab.models.kv import PagedKV
 from cglab.models.loading import load_model
-from cglab.runners.base import GraphGroup
-from cglab.runners.decode import DecodeRunner
+from cglab.runners.base import GraphGroup, Runner
 
 PAGE_SIZE = 16
 
@@ -55,17 +56,18 @@ class Lab:
         max_batch: int,
         max_context: int | None,
         buckets: Sequence[int] | None,
+        prefill_buckets: Sequence[int] | None,
+        scheduling: SchedulerOptions,
         padding: bool,
         seed: int,
         debug: bool,
     ) -> None:
         if not isinstance(max_batch, int) or max_batch < 1:
             raise InputError(f"max_batch must be a whole number of at least 1, got {max_batch!r}")
-        rule = sglang_decode if padding else exact_sizes
-        self.buckets = bucket_list(max_batch, rule, explicit=buckets)
+        self.buckets = bucket_list(max_batch, sglang_decode if padding else exact_sizes, explicit=buckets)
+        self.prefill_buckets = bucket_list(scheduling.token_budget, sglang_prefill, explicit=prefill_buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
         self.captures = Captures()
-        self._options = {"padding": padding, "debug": debug}
         self._closed = False
         self.group = GraphGroup(device)
         self._before = self._memory()
@@ -73,29 +75,26 @@ class Lab:
             name, device=device, dtype=dtype, seed=seed
         )
         context = min(max_context or (512 if device.type == "cpu" else 1024), self.config.max_position)
-        pages = -(-context // PAGE_SIZE)
+        pages = -(-context // PAGE_SIZE) + 1  # one more each, since a request is let in only if all can grow
         kv = PagedKV(
             self.config, pages=max_batch * pages + 1, page_size=PAGE_SIZE, rows=max_batch + 1,
             max_context=context, device=device, dtype=dtype,
         )  # fmt: skip
-        self.engine = Engine(self.model, kv, device)
-        self._runners: dict[str, DecodeRunner] = {}
+        self.phases = LabPhases(
+            self.model, kv, self.group, self.captures, buckets=self.buckets,
+            prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
+        )  # fmt: skip
+        self.engine = Engine(self.model, kv, self.phases, scheduling)
 
     @property
     def max_context(self) -> int:
         """Longest request, prompt and new tokens, in tokens."""
         return self.engine.max_context
 
-    def runner(self, mode: str | None = None) -> DecodeRunner:
-        """The decode runner of a mode (the toggle's own by default), captured on first use."""
+    def runner(self, mode: str | None = None, name: str = "decode") -> Runner[Any]:
+        """The runner of a technique and mode (the toggle's own by default), captured on first use."""
         self._require_open()
-        mode = technique("decode").check(mode or self.captures.decode or "eager")
-        if mode not in self._runners:
-            options = Options(backend=mode, **self._options)  # type: ignore[arg-type]
-            runner = DecodeRunner(self.model, self.engine.kv, self.group, self.buckets, options)
-            runner.capture()
-            self._runners[mode] = runner  # not before: one that was interrupted is captured anew
-        return self._runners[mode]
+        return self.phases.runner(name, mode)
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of prompts that are text or token ids already.
@@ -115,76 +114,94 @@ class Lab:
         prompts: Prompts,
         max_new_tokens: int | Sequence[int] = 64,
         *,
+        temperature: float = 0.0,
+        seed: int = 0,
         stop_at_end: bool = True,
     ) -> Generation:
-        """Greedy continuations.
+        """Continuations of prompts.
 
         Args:
             prompts: one text, texts, or lists of token ids.
             max_new_tokens: limit for all, or one for each prompt.
+            temperature: of sampling; 0 is greedy.
+            seed: of the draws of the first prompt; each prompt after it has the next.
             stop_at_end: end a request at the model's own end token.
 
         Raises:
             InputError: for a prompt that can never run.
         """
-        runner = self.runner()
-        stops = self.config.eos_token_ids if stop_at_end else ()
-        decode = self.tokenizer.decode if self.tokenizer is not None else None
-        return self.engine.generate(self.encode(prompts), max_new_tokens, runner, stops=stops, decode=decode)
-
-    def _workload(self, batch: int | None, context: int | None) -> tuple[int, int]:
         self._require_open()
-        batch = min(4, self.buckets[-1]) if batch is None else batch
-        context = min(128, self.max_context) if context is None else context
-        return batch, context
+        return self.engine.generate(
+            self.encode(prompts), max_new_tokens, sampling=Sampling(temperature, seed),
+            stops=self.config.eos_token_ids if stop_at_end else (),
+            decode=self.tokenizer.decode if self.tokenizer is not None else None,
+        )  # fmt: skip
 
-    def describe(self, step: DecodeStep) -> dict[str, Any]:
-        """The workload of a step as it is recorded."""
-        bucket = next((size for size in self.buckets if size >= step.live), None)
-        return {"batch": step.live, "context": step.context, "bucket": bucket, "cache": self.max_context}
+    def stream(self, requests: Sequence[Request]) -> Iterator[Event]:
+        """Tokens as they come, of requests with limits, sampling and stops of their own."""
+        self._require_open()
+        return self.engine.stream(requests)
 
     def compare(
         self,
         name: str = "decode",
         arms: Sequence[str] = ("eager", "full"),
         *,
-        batch: int | None = None,
-        context: int | None = None,
         instances: int = 3,
         repeats: int = 10,
+        **sizes: int | None,
     ) -> Comparison:
         """Measures settings of one toggle in turns, with parity and coverage beside the times.
 
         Args:
             name: the toggle.
             arms: its values; the first is the reference of the ratios.
-            batch: live requests of the step.
-            context: tokens that each sees.
             instances: turns of each arm.
             repeats: timed steps in a turn.
+            **sizes: of the step; ``batch`` and ``context`` of decode, ``tokens``, ``cached`` and ``requests`` of
+                prefill.
 
         Raises:
             ToggleError: for an unknown toggle or value.
         """
-        checked = [technique(name).check(arm) for arm in arms]
-        if len(set(checked)) != len(checked):
-            raise ToggleError(f"arms are compared with each other, each once; got {checked}")
-        batch, context = self._workload(batch, context)
-        runners = {arm: self.runner(arm) for arm in checked}
-        before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
-        with steady_decode(self.engine, batch, context) as step:
-            parity = {arm: self.step_parity(arm, step) for arm in checked if arm != "eager"}
+        checked = self._arms(name, arms)
+        runners = {arm: self.runner(arm, name) for arm in checked}
+        with steps.fixed_step(self.engine, name, sizes, self._defaults) as step:
+            before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
+            parity = {arm: steps.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
             times = interleave(
-                {arm: self._timed(runner, step) for arm, runner in runners.items()},
+                {arm: steps.timed(runner, step, self.device) for arm, runner in runners.items()},
                 instances=instances,
                 repeats=repeats,
             )
-            workload = self.describe(step)
+            workload = self.describe(step, name)
         return Comparison(
             name, self.name, workload, self.group.recorder.name, times, parity,
             {arm: runner.coverage() - before[arm] for arm, runner in runners.items()},
             {arm: runner.captured.memory() for arm, runner in runners.items()},
         )  # fmt: skip
+
+    def _arms(self, name: str, arms: Sequence[str]) -> list[str]:
+        self._require_open()
+        checked = [technique(name).check(arm) for arm in arms]
+        if len(set(checked)) != len(checked):
+            raise ToggleError(f"arms are compared with each other, each once; got {checked}")
+        return checked
+
+    @property
+    def _defaults(self) -> dict[str, int]:
+        return {
+            "batch": min(4, self.buckets[-1]), "context": min(128, self.max_context),
+            "tokens": min(128, self.prefill_buckets[-1]), "cached": 0, "requests": 1,
+        }  # fmt: skip
+
+    def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
+        """The workload of a step as it is recorded."""
+        return {**steps.describe(step, self.runner("eager", name)), "cache": self.max_context}
+
+    def step_parity(self, mode: str, step: Step, name: str = "decode") -> Parity:
+        """One captured step against the same step run eager at the padded size (oracle 1)."""
+        return steps.step_parity(self.runner(mode, name), step)
 
     def sweep(
         self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
@@ -194,68 +211,51 @@ class Lab:
         sizes = batches or self.buckets
         return Sweep(tuple(self.compare(name, arms, batch=size, **options) for size in sizes))
 
-    def _timed(self, runner: DecodeRunner, step: DecodeStep) -> Callable[[], float]:
-        clock, run = clock_for(self.device, "wall"), partial(runner.run, step.live, **step.inputs)
-        return lambda: sample_seconds(run, clock, repeats=1, warmup=0)[0]
-
-    def step_parity(self, mode: str, step: DecodeStep) -> Parity:
-        """One captured step against the same step run eager at the padded size (oracle 1), tokens and logits."""
-        runner = self.runner(mode)
-        tokens, logits = (t.clone() for t in runner.run(step.live, **step.inputs))
-        size = runner.captured.pad(step.live)
-        if size in runner.captured.captured_sizes:
-            want_tokens, want_logits = runner.run_padded_eager(step.live, size, **step.inputs)
-        else:  # it ran eager, at its live size
-            want_tokens, want_logits = runner.run_live_eager(step.live, **step.inputs)
-        same_ids = compare_tokens(tokens.unsqueeze(-1).tolist(), want_tokens.unsqueeze(-1).tolist())
-        return worst([compare_logits(logits, want_logits), same_ids])
-
     def profile(
         self,
         name: str = "decode",
         arms: Sequence[str] = ("eager", "full"),
         *,
-        batch: int | None = None,
-        context: int | None = None,
-        steps: int = 3,
+        repeats: int = 3,
         save: str | Path | None = None,
+        **sizes: int | None,
     ) -> Profile:
         """Traces a few steps of each arm; never used for times.
 
         Args:
             name: the toggle.
             arms: its values.
-            batch: live requests of the step.
-            context: tokens that each sees.
-            steps: traced steps of each arm.
+            repeats: traced steps of each arm.
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
+            **sizes: of the step, as in ``compare``.
         """
-        checked = [technique(name).check(arm) for arm in arms]
-        batch, context = self._workload(batch, context)
         traces = {}
-        with steady_decode(self.engine, batch, context) as step:
-            for arm in checked:
-                runner = self.runner(arm)
-                run, kept = (
-                    partial(runner.run, step.live, **step.inputs),
-                    save and trace_path(save, name, arm),
-                )
-                traces[arm] = profile(run, steps=steps, device=self.device, save=kept)
-            made = Profile(name, self.name, self.describe(step), traces)
+        with steps.fixed_step(self.engine, name, sizes, self._defaults) as step:
+            for arm in self._arms(name, arms):
+                runner = self.runner(arm, name)
+                run = partial(runner.run, step.live, **step.inputs)
+                kept = save and trace_path(save, name, arm)
+                traces[arm] = profile(run, steps=repeats, device=self.device, save=kept)
+            made = Profile(name, self.name, self.describe(step, name), traces)
         if save is not None:
             save_profile(made, save, self.device)
         return made
 
-    def coverage(self) -> dict[str, Coverage]:
-        """Captured and eager steps since the lab was opened, by mode, with reasons."""
-        return {mode: runner.coverage() for mode, runner in self._runners.items()}
+    def coverage(self, name: str = "decode") -> dict[str, Coverage]:
+        """Captured and eager steps of a technique since the lab was opened, by mode, with reasons."""
+        made = self.phases.made.get(technique(name).name, {})
+        return {mode: runner.coverage() for mode, runner in made.items()}
 
     def memory(self) -> dict[str, Any]:
         """Where the memory is: the device, the graph pool, and each bucket's line of the ledger."""
         return {
             "device": self._memory().as_dict(),
             "pool_bytes": self.group.pool.reserved_bytes,
-            "buckets": {mode: runner.captured.memory() for mode, runner in self._runners.items()},
+            "buckets": {
+                mode if name == "decode" else f"{name} {mode}": runner.captured.memory()
+                for name, made in self.phases.made.items()
+                for mode, runner in made.items()
+            },
         }
 
     def _memory(self) -> Memory:
@@ -275,12 +275,10 @@ class Lab:
         if self._closed:
             return None
         self._closed = True
-        for runner in self._runners.values():
-            runner.close()
-        self._runners.clear()
+        self.phases.close()
         self.group.close()
         self.model.to("meta")
-        del self.engine, self.model
+        del self.engine, self.model, self.phases
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

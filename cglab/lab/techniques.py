@@ -86,7 +86,10 @@ TECHNIQUES: Mapping[str, Technique] = {
             kill_switch="CGLAB_DISABLE_SEED_GRAPH",
         ),
         Technique("T5", "draft_sampler", "greedy draft sampling inside the draft graph", _GRAPH, "graph", "S4"),
-        Technique("T6", "prefill", "prefill body, eager attention breaks", _BACKENDS, "breakable", "S1-S3"),
+        Technique(
+            "T6", "prefill", "prefill body, eager attention breaks", _BACKENDS, "breakable", "S1-S3",
+            module="cglab.runners.prefill", notebook="notebooks/02_prefill_and_requests.ipynb",
+        ),
         Technique("T7", "pp_prefill", "prefill of a pipeline stage, proxy tensors", ("off", "breakable"), "off", "S2"),
         Technique(
             "T8", "dsa_attention", "sparse prefill attention inside the prefill graph", _GRAPH, "graph", "S3",

@@ -15,10 +15,12 @@ class TechniqueParity:
         cases: sequences that ran.
         bitwise: oracles 1 and 3 held in every step.
         tokens_equal: oracle 2 held in every step.
-        mismatches: what did not, at most ``KEPT`` of them.
+        mismatches: what did not, at most ``KEPT`` of each oracle.
         steps, captured: steps checked, and those of them that were replayed.
         ties: tokens that differ from live eager at a near-tie of its own.
-        bound: drift bound of oracle 2.
+        differing: tokens that differ from live eager and are no near-tie; none may in float32.
+        max_drift, kv_drift: worst drift of logits, and of keys and values, from live eager.
+        bound, kv_bound: largest drift that rounding explains; see ``measure.drift``.
     """
 
     technique: str
@@ -29,9 +31,12 @@ class TechniqueParity:
     steps: int = 0
     captured: int = 0
     ties: int = 0
+    differing: int = 0
     compared_tokens: int = 0
     max_drift: float = 0.0
     bound: float = 0.0
+    kv_drift: float = 0.0
+    kv_bound: float = 0.0
     dtype: str = ""
     recorder: str = ""
 
@@ -48,7 +53,7 @@ class TechniqueParity:
             self.tokens_equal = False
         else:
             self.bitwise = False
-        if len(self.mismatches) < self.KEPT:
+        if sum(each["oracle"] == oracle for each in self.mismatches) < self.KEPT:
             self.mismatches.append({"oracle": oracle, **where, "detail": detail})
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,7 +67,7 @@ class TechniqueParity:
         first = (
             f"{self.technique} on pico-gqa ({self.recorder}, {self.dtype}): {verdict}; {self.cases} sequences, "
             f"{self.steps} steps, {self.captured} captured; padded eager and poison {padded}; live eager {live} "
-            f"(drift {self.max_drift:.2g} of {self.bound:.2g}, {self.ties} near-ties)"
+            f"(drift {self.max_drift:.2g} of {self.bound:.2g}, {self.ties} near-ties, {self.differing} other tokens)"
         )
         lines = [first]
         lines += [f"  {mismatch}" for mismatch in self.mismatches[:5]]

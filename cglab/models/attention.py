@@ -1,4 +1,4 @@
-"""Attention over the paged cache, as ``attend`` callables of one step.
+"""Attention of a decode step over the paged cache, as an ``attend`` callable; ``spans`` has that of a prefill.
 
 What only depends on the step (slots and mask) is computed once, when the callable is made, and so is recorded
 with the step. The body, which stores this step's keys and values and attends, is an eager break: a breakable
@@ -9,7 +9,6 @@ group folded into the query axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,32 +30,6 @@ class LiveRows:
     """
 
     rows: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One request's part of a prefill step.
-
-    Attributes:
-        row: its row of the page table.
-        start: tokens of it that are cached already.
-        length: tokens of it in this step.
-    """
-
-    row: int
-    start: int
-    length: int
-
-
-@dataclass(slots=True)
-class LiveSpans:
-    """The requests of a prefill step, in the order of its tokens; changed in place from step to step.
-
-    Attributes:
-        spans: one span a request; tokens after the last span are padding.
-    """
-
-    spans: Sequence[Span] = ()
 
 
 class DecodeAttention:
@@ -154,73 +127,3 @@ def _decode(
     folded = query.view(split).permute(0, 2, 3, 1, 4).flatten(2, 3)
     attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
     out.view(split).copy_(attended.unflatten(2, (kv.group, width)).permute(0, 3, 1, 2, 4))
-
-
-class PrefillAttention:
-    """Attention of a step in which each request brings its own number of tokens, cached ones before them."""
-
-    def __init__(self, kv: PagedKV, *, out_slots: Tensor, live: LiveSpans) -> None:
-        """Takes the step's tensors; nothing is computed ahead, as the break reads the lengths on the host.
-
-        Args:
-            kv: the cache.
-            out_slots: [T] int64, where this step's keys and values go; 0 for padding.
-            live: the requests, read at every call of the break.
-        """
-        self.kv, self.out_slots, self.live = kv, out_slots, live
-
-    def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends in one layer; see ``decoder.Attend``."""
-        out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
-        _prefill(
-            self.kv,
-            layer_index,
-            query=query,
-            key=key,
-            value=value,
-            out=out,
-            out_slots=self.out_slots,
-            live=self.live,
-        )
-        return out
-
-
-@eager_break
-def _prefill(
-    kv: PagedKV,
-    layer_index: int,
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    out_slots: Tensor,
-    live: LiveSpans,
-) -> None:
-    """Stores keys and values, attends request by request; padded rows of ``out`` become zero (P53, P54)."""
-    tokens = sum(span.length for span in live.spans)
-    out[tokens:].zero_()
-    if tokens == 0:
-        return
-    kv.write(layer_index, out_slots[:tokens], key[:tokens], value[:tokens])
-    first = 0
-    for span in live.spans:
-        part = slice(first, first + span.length)
-        first += span.length
-        if span.start == 0:
-            keys, values = key[part].transpose(0, 1).unsqueeze(0), value[part].transpose(0, 1).unsqueeze(0)
-            mask = None
-        else:
-            total = span.start + span.length
-            position = kv.context_positions[:total]
-            page = kv.page_table[span.row].index_select(0, position // kv.page_size)
-            keys, values = kv.read(layer_index, (page * kv.page_size + position % kv.page_size).unsqueeze(0))
-            mask = position <= position[span.start :].unsqueeze(1)
-        attended = F.scaled_dot_product_attention(
-            query[part].transpose(0, 1).unsqueeze(0),
-            keys.repeat_interleave(kv.group, dim=1),
-            values.repeat_interleave(kv.group, dim=1),
-            attn_mask=mask,
-            is_causal=mask is None,
-        )
-        out[part].view(span.length, -1, query.shape[2]).copy_(attended[0].transpose(0, 1))

@@ -1,16 +1,18 @@
-"""The shared base of all runners (S1): the five verbs, a group's pool and buffers, eligibility, live rows.
+"""The shared base of all runners (S1): the five verbs, a group's pool and buffers, eligibility, what is live.
 
 A runner states three things about its phase: which slots it reads, what one step computes, and which of its own
 rules send a step eager. Buckets, padding, keys, dispatch, trimming and coverage are ``graphs.Captured``'s; nothing
-of them is repeated in a runner.
+of them is repeated in a runner. What "live" means is the runner's: a number of requests, or the spans of a prefill.
+It is set for the extent of one step and let go at its end, however it ends (P56).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +25,8 @@ from cglab.graphs.options import Options
 from cglab.graphs.recorder import Pool, Recorder
 from cglab.graphs.recorders import recorder_for
 from cglab.graphs.slots import Slot
-from cglab.models.attention import LiveRows
+
+Live = TypeVar("Live")
 
 
 @dataclass
@@ -46,7 +49,7 @@ class GraphGroup:
         self.pool.close()
 
 
-class Runner(ABC):
+class Runner(ABC, Generic[Live]):
     """One phase of the model, captured at several sizes.
 
     Args:
@@ -54,20 +57,30 @@ class Runner(ABC):
         buckets: sizes to capture, in the phase's own unit.
         contract: memory that the recordings read by address.
         options: backend, padding, waste ceiling and the rest.
+
+    Attributes:
+        technique: name in the table of techniques.
+        inputs: the slots that a caller fills at every step.
+        variant: part of every key; phases whose sizes mean different things have different ones (P40).
+        waste_ceiling: the phase's own, where the options leave it open.
     """
 
     technique: ClassVar[str]
+    inputs: Sequence[str]
+    variant: ClassVar[str | None] = None
+    waste_ceiling: ClassVar[float | None] = None
 
     def __init__(
         self, group: GraphGroup, buckets: Sequence[int], contract: AddressContract, options: Options
     ) -> None:
-        self.live = LiveRows()
-        self._live_breaks = options.backend == "breakable"
-        options.inline_breaks = options.backend == "full"
-        options.vary = self.vary
+        ceiling = self.waste_ceiling if options.waste_ceiling is None else options.waste_ceiling
+        options = replace(
+            options, inline_breaks=options.backend == "full", vary=self.vary, waste_ceiling=ceiling
+        )
+        self.backend = options.backend
         self.captured = Captured(
             self.technique, self.step, self.slots(), buckets, group.device, options,
-            recorder=group.recorder, pool=group.pool, shared=group.shared, contract=contract,
+            recorder=group.recorder, pool=group.pool, shared=group.shared, contract=contract, variant=self.variant,
         )  # fmt: skip
 
     @abstractmethod
@@ -82,42 +95,54 @@ class Runner(ABC):
     def vary(self, views: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Writes other valid inputs into a bucket's views, for the self-check."""
 
+    @abstractmethod
+    def set_live(self, live: Live | None) -> None:
+        """Tells the breaks what is live in this step; None between steps."""
+
+    @abstractmethod
+    def rows(self, live: Live) -> int:
+        """How many rows of a bucket are live."""
+
+    @abstractmethod
+    def prepare(self, views: dict[str, Tensor]) -> None:
+        """Before a bucket is captured: sets what is live, and writes example inputs where pad values will not do."""
+
     def ineligible(self, values: Mapping[str, Tensor]) -> Miss | None:
         """The phase's own reason for running this step eager, decided before any padding."""
         return None
 
-    @property
-    def backend(self) -> str:
-        """full, breakable or eager."""
-        return self.captured.options.backend
-
     def capture(self) -> None:
         """Records every bucket now, largest first."""
-        self.captured.capture(self._at_bucket)
+        try:
+            self.captured.capture(self.prepare)
+        finally:
+            self.set_live(None)
 
-    def _at_bucket(self, views: dict[str, Tensor]) -> None:
-        first, slot = next((n, s) for n, s in self.captured.slots.items() if s.axis is not None)
-        self._set_live(views[first].shape[slot.axis or 0] // slot.width)
+    @contextmanager
+    def during(self, live: Live) -> Iterator[None]:
+        """One step's extent: within, ``live`` is what breaks see; afterwards nothing is, on any way out (P56)."""
+        self.set_live(live)
+        try:
+            yield
+        finally:
+            self.set_live(None)
 
-    def _set_live(self, rows: int) -> None:
-        """Breaks read the live row count at every replay; inside a full recording every row is computed (P37)."""
-        self.live.rows = rows if self._live_breaks else None
+    def run(self, live: Live, **values: Tensor) -> Any:
+        """One step on what is live: replayed, or eager with a counted reason."""
+        with self.during(live):
+            miss = self.ineligible(values)
+            if miss is not None:
+                return self.captured.run_eager(miss, values, self.rows(live))
+            return self.captured(**values)
 
-    def run(self, live: int, **values: Tensor) -> Any:
-        """One step on ``live`` rows: replayed, or eager with a counted reason."""
-        self._set_live(live)
-        miss = self.ineligible(values)
-        return self.captured(**values) if miss is None else self.captured.run_eager(miss, values, live)
-
-    def run_padded_eager(self, live: int, size: int, **values: Tensor) -> Any:
+    def run_padded_eager(self, live: Live, size: int, **values: Tensor) -> Any:
         """Oracle 1: the step at the padded size, eager, over the same static buffers."""
-        self._set_live(live)
-        return self.captured.run_padded_eager(values, live, size)
+        with self.during(live):
+            return self.captured.run_padded_eager(values, self.rows(live), size)
 
-    def run_live_eager(self, live: int, **values: Tensor) -> Any:
+    def run_live_eager(self, live: Live, **values: Tensor) -> Any:
         """Oracle 2: the step at its live size, eager; not counted."""
-        self._set_live(live)
-        with torch.no_grad():
+        with self.during(live), torch.no_grad():
             return self.step(**values)
 
     def coverage(self) -> Coverage:

@@ -21,7 +21,7 @@ from cglab.graphs.address import AddressContract
 from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
-from cglab.models.attention import DecodeAttention
+from cglab.models.attention import DecodeAttention, LiveRows
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup, Runner
@@ -29,7 +29,7 @@ from cglab.runners.base import GraphGroup, Runner
 INPUTS = ("input_ids", "positions", "out_slots", "request_rows", "seq_lens")
 
 
-class DecodeRunner(Runner):
+class DecodeRunner(Runner[int]):
     """The decode step of one model over one cache.
 
     Args:
@@ -41,11 +41,12 @@ class DecodeRunner(Runner):
     """
 
     technique = "decode"
+    inputs = INPUTS
 
     def __init__(
         self, model: Decoder, kv: PagedKV, group: GraphGroup, buckets: Sequence[int], options: Options
     ) -> None:
-        self.model, self.kv = model, kv
+        self.model, self.kv, self.live = model, kv, LiveRows()
         contract = AddressContract({
             "model": model,
             "kv.keys": lambda: kv.keys, "kv.values": lambda: kv.values, "kv.page_table": lambda: kv.page_table,
@@ -74,6 +75,18 @@ class DecodeRunner(Runner):
         hidden = self.model(inputs["input_ids"], inputs["positions"], attention)
         logits = self.model.logits(hidden)
         return logits.argmax(-1), logits
+
+    def set_live(self, live: int | None) -> None:
+        """Breaks read how many requests are live; inside a full recording every row is computed (P37)."""
+        self.live.rows = live if self.backend == "breakable" else None
+
+    def rows(self, live: int) -> int:
+        """A request is a row."""
+        return live
+
+    def prepare(self, views: dict[str, Tensor]) -> None:
+        """Pad values are valid inputs: every request is one token at the reserved row."""
+        self.set_live(views["request_rows"].shape[0])
 
     def ineligible(self, values: Mapping[str, Tensor]) -> Miss | None:
         """A step whose requests bring more than one token each is not a decode step (P4)."""

@@ -72,7 +72,7 @@ class LabWorker:
     def __init__(self, lab: Lab) -> None:
         self._lab = weakref.ref(lab)
         self.mode = lab.captures.decode or "eager"
-        self.largest_batch = lab.engine.rows.total
+        self.largest_batch = lab.engine.largest_batch
 
     @property
     def lab(self) -> Lab:

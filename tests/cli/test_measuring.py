@@ -6,8 +6,8 @@ import pytest
 
 from cglab.commands import measuring
 from cglab.lab.benches import Bench
-from cglab.lab.oracles import TechniqueParity
 from cglab.lab.plants import PLANTS
+from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.record import make_record, new_run
 from cglab.measure.records import load
 

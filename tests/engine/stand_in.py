@@ -96,7 +96,7 @@ class Bench:
         It then ends after a bounded number of steps, and so does everyone, in order of arrival.
         """
         oldest = self.scheduler.running[0]
-        assert oldest.arrived_at == min(r.arrived_at for r in self.requests if r.finish is None)
+        assert oldest is next(request for request in self.requests if request.finish is None)
         if oldest in batch.requests:
             self.passed_over = 0
             return
@@ -152,8 +152,8 @@ class Bench:
         assert pages.free + pages.held + pages.cached == pages.total == self.layout.pages - 1
         for request in self.scheduler.running:
             assert request.row and 0 not in request.pages
-        arrived = [r.arrived_at for r in (*self.scheduler.running, *self.scheduler.waiting)]
-        assert arrived == sorted(arrived), "first come, first served"
+        order = [request.index for request in (*self.scheduler.running, *self.scheduler.waiting)]
+        assert order == sorted(order), "first come, first served"
         self.kv = {slot: kept for slot, kept in self.kv.items() if slot // size in pages._free.used}
         self.window_kv = {
             s: kept for s, kept in self.window_kv.items() if s // size in memory.window_pages.used

@@ -12,6 +12,8 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     consumes,
     initialize,
+    multiple,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -20,6 +22,8 @@ from cglab.engine.batches import PrefillBatch
 from tests.engine.stand_in import VOCABULARY, Bench, alone
 
 TOKENS = st.integers(0, VOCABULARY - 1)
+PROMPTS = st.lists(TOKENS, min_size=1, max_size=12)
+LIMITS = st.integers(0, 20)
 
 
 def check_outcome(bench):
@@ -68,18 +72,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             **layouts(lambda low, high: data.draw(st.integers(low, high)), lambda: data.draw(st.booleans()))
         )
 
-    def _add(self, prompt, limit, stops):
+    def busy(self):
+        return not self.bench.scheduler.idle
+
+    def _add(self, prompt, limit, stops=()):
         room = self.bench.layout.room
         prompt = prompt[:room]
         return self.bench.add(prompt, min(limit, room - len(prompt)), stops)
 
-    @rule(
-        target=requests,
-        prompt=st.lists(TOKENS, min_size=1, max_size=30),
-        limit=st.integers(0, 16),
-        stops=st.sets(TOKENS, max_size=2),
-    )
-    def add(self, prompt, limit, stops):
+    @rule(target=requests, prompts=st.lists(PROMPTS, min_size=1, max_size=4), limit=LIMITS)
+    def add(self, prompts, limit):
+        return multiple(*(self._add(prompt, limit) for prompt in prompts))
+
+    @rule(target=requests, prompt=PROMPTS, limit=LIMITS, stops=st.sets(TOKENS, max_size=2))
+    def add_with_stops(self, prompt, limit, stops):
         return self._add(prompt, limit, stops)
 
     @rule(
@@ -87,25 +93,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         earlier=requests,
         kept=st.integers(1, 40),
         more=st.lists(TOKENS, max_size=6),
-        limit=st.integers(0, 16),
+        limit=LIMITS,
     )
     def add_with_a_known_prefix(self, earlier, kept, more, limit):
-        return self._add(earlier.tokens[:kept] + more, limit, ())
+        return self._add(earlier.tokens[:kept] + more, limit)
 
     @rule(request=consumes(requests))
     def cancel(self, request):
         ended = request.finish is not None
         assert (self.bench.cancel(request) is None) == ended
 
+    @precondition(busy)
     @rule(times=st.integers(1, 8))
     def step(self, times):
         for _ in range(times):
             self.bench.step()
 
+    @precondition(busy)
     @rule(request=consumes(requests))
     def cancel_in_mid_flight(self, request):
         self.bench.step(during=partial(self.bench.cancel, request))
 
+    @precondition(busy)
     @rule()
     def fail(self):
         self.bench.step(fail=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cglab.errors import ToggleError
-from cglab.lab.oracles import check_technique
+from cglab.lab.checking import check_technique
 from cglab.lab.plants import PLANTS, planted
 from cglab.lab.techniques import TECHNIQUES
 

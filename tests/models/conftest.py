@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cglab.models.attention import DecodeAttention, LiveSpans, PrefillAttention, Span
+from cglab.models.attention import DecodeAttention
 from cglab.models.config import ModelConfig
 from cglab.models.kv import PagedKV
 from cglab.models.loading import random_model
+from cglab.models.spans import LiveSpans, PrefillAttention, Span
 
 TINY = ModelConfig(
     architecture="Qwen3ForCausalLM",

@@ -3,8 +3,9 @@ import torch
 
 import cglab
 from cglab.errors import BreakRefusedError, InputError
-from cglab.models.attention import DecodeAttention, LiveRows, LiveSpans, PrefillAttention, Span
+from cglab.models.attention import DecodeAttention, LiveRows
 from cglab.models.kv import PagedKV
+from cglab.models.spans import LiveSpans, PrefillAttention, Span
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 

@@ -9,8 +9,11 @@ from cglab.graphs.options import Options
 from cglab.models.config import ModelConfig
 from cglab.models.kv import PagedKV
 from cglab.models.loading import random_model
+from cglab.models.spans import Span
+from cglab.runners import prefill
 from cglab.runners.base import GraphGroup
 from cglab.runners.decode import INPUTS, DecodeRunner
+from cglab.runners.prefill import PrefillRunner
 
 CONFIG = ModelConfig(
     "Qwen3ForCausalLM", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -50,6 +53,7 @@ class World:
         dtype=torch.float32,
         group=None,
         seed=0,
+        settings=None,
         **options,
     ):
         self.device = device
@@ -62,13 +66,12 @@ class World:
         for cache in (self.kv.keys, self.kv.values):
             cache[:, PAGE:].copy_(torch.randn(cache[:, PAGE:].shape, generator=generator))
         self.group = group or GraphGroup(device)
-        self.runner = DecodeRunner(
-            self.model,
-            self.kv,
-            self.group,
-            buckets,
-            Options(backend=backend, strict=True, clone=True, **options),
+        self.runner = self.make_runner(
+            buckets, Options(backend=backend, strict=True, clone=True, **options), settings or {}
         )
+
+    def make_runner(self, buckets, options, settings):
+        return DecodeRunner(self.model, self.kv, self.group, buckets, options)
 
     def slots_of(self, row):
         return [page * PAGE + i for page in self.kv.page_table[row].tolist() for i in range(PAGE)]
@@ -103,13 +106,56 @@ class World:
         self.group.close()
 
 
+class PrefillWorld(World):
+    """The same with a prefill runner; spans are (row, start, length), and rows own 16 tokens each."""
+
+    def make_runner(self, buckets, options, settings):
+        return PrefillRunner(self.model, self.kv, self.group, buckets, options, **settings)
+
+    def inputs(self, spans):
+        """One prefill step: tokens are made up from row and position."""
+        places = [(row, start + i) for row, start, length in spans for i in range(length)]
+        columns = (
+            [(7 * row + 3 * position) % CONFIG.vocab_size for row, position in places],
+            [position for _, position in places],
+            [self.slots_of(row)[position] for row, position in places],
+        )
+        return {
+            n: torch.tensor(c, device=self.device, dtype=torch.int64)
+            for n, c in zip(prefill.INPUTS, columns, strict=True)
+        }
+
+    def step(self, spans, run=None):
+        """Hidden states of one step, by the runner or by one of its oracles."""
+        return (run or self.runner.run)([Span(*span) for span in spans], **self.inputs(spans))
+
+    def both(self, spans):
+        """Hidden states of one captured step and of padded eager, and the caches after each, from one state."""
+        before = self.cache()
+        got, after = self.step(spans), self.cache()
+        self.restore(before)
+        size = self.runner.captured.pad(sum(length for _, _, length in spans))
+        wanted = self.step(spans, lambda live, **values: self.runner.run_padded_eager(live, size, **values))
+        return got, wanted, after, self.cache()
+
+
 @pytest.fixture
 def world(device):
     """Makes worlds and closes them."""
+    yield from worlds(device, World)
+
+
+@pytest.fixture
+def prefills(device):
+    """Makes worlds with a prefill runner and closes them."""
+    yield from worlds(device, PrefillWorld)
+
+
+def worlds(device, kind):
     made = []
 
     def make(*args, **options):
-        made.append(World(device, *args, **options))
+        made.append(kind(device, *args, **options))
         made[-1].runner.capture()
         return made[-1]
 

@@ -16,9 +16,10 @@ from cglab.graphs.out_forms import same_bits
 from cglab.models.attention import DecodeAttention, LiveRows
 from cglab.runners.base import GraphGroup, Runner
 from cglab.runners.decode import INPUTS, DecodeRunner
+from cglab.runners.prefill import PrefillRunner
 
-TESTED = {"decode": DecodeRunner}
-"""Techniques that the suite below is parametrised over; the completeness test keeps it whole."""
+TESTED = {"decode": DecodeRunner, "prefill": PrefillRunner}
+"""Techniques that have a suite, here or in a file of their own; the completeness test keeps it whole."""
 
 backends = pytest.mark.parametrize("backend", ["full", "breakable"])
 paddings = pytest.mark.parametrize("padding", [True, False], ids=["padded", "exact"])

@@ -1,0 +1,81 @@
+"""From batches to tensors: what a step reads, made on the host and copied to the device at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cglab.engine.batches import Chunk
+from cglab.engine.requests import Request
+from cglab.models.kv import PagedKV
+from cglab.models.spans import Span
+
+
+def spans_of(chunks: Sequence[Chunk]) -> list[Span]:
+    """What a prefill runner calls live: a span for each chunk."""
+    return [Span(chunk.request.row, chunk.start, chunk.length) for chunk in chunks]
+
+
+def step_inputs(chunks: Sequence[Chunk], names: Iterable[str], kv: PagedKV) -> dict[str, Tensor]:
+    """The inputs of one step.
+
+    Args:
+        chunks: what is computed, in order.
+        names: slots of the runner that computes it; those that count requests have one element a chunk, the others
+            one a token.
+        kv: the cache, for its page size and its device.
+
+    Returns:
+        Tensors by name, int64 but for ``temperatures`` (float32).
+    """
+    device, names = kv.page_table.device, list(names)
+    columns = {name: _column(name, chunks, kv.page_size) for name in names if name != "temperatures"}
+    packed = torch.from_numpy(np.concatenate(list(columns.values()))).to(device)  # one copy to the device
+    inputs = dict(zip(columns, packed.split([len(column) for column in columns.values()]), strict=True))
+    if "temperatures" in names:
+        heat = [chunk.request.sampling.temperature for chunk in chunks]
+        inputs["temperatures"] = torch.tensor(heat, dtype=torch.float32).to(device)
+    return inputs
+
+
+def _column(name: str, chunks: Sequence[Chunk], size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if name == "request_rows":
+        return np.array([chunk.request.row for chunk in chunks], np.int64)
+    if name == "seq_lens":
+        return np.array([chunk.start + chunk.length for chunk in chunks], np.int64)
+    if name == "seeds":
+        return np.array([chunk.request.sampling.seed for chunk in chunks], np.int64)
+    return np.concatenate([_tokens_column(name, chunk, size) for chunk in chunks])
+
+
+def _tokens_column(name: str, chunk: Chunk, size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    request, stop = chunk.request, chunk.start + chunk.length
+    if name == "input_ids":
+        if chunk.start >= len(request.prompt):
+            return np.array(
+                request.output[chunk.start - len(request.prompt) : stop - len(request.prompt)], np.int64
+            )
+        return np.array(request.tokens[chunk.start : stop], np.int64)
+    positions = np.arange(chunk.start, stop, dtype=np.int64)
+    if name == "positions":
+        return positions
+    pages = np.array(request.pages if name == "out_slots" else request.window_pages, np.int64)
+    return pages[positions // size] * size + positions % size
+
+
+def write_page_tables(kv: PagedKV, requests: Iterable[Request]) -> None:
+    """Brings the rows of requests whose pages changed to the device; the rest of a row is page 0."""
+    changed = [request for request in requests if request.dirty]
+    if not changed:
+        return
+    table = np.zeros((len(changed), kv.page_table.shape[1]), np.int64)
+    for line, request in zip(table, changed, strict=True):
+        line[: len(request.pages)] = request.pages
+        request.dirty = False
+    rows = torch.tensor([request.row for request in changed])
+    kv.page_table.index_copy_(
+        0, rows.to(kv.page_table.device), torch.from_numpy(table).to(kv.page_table.device)
+    )

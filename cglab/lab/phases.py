@@ -1,0 +1,86 @@
+"""The runners of a lab: one for each phase and mode, made when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from cglab.graphs.options import Options
+from cglab.lab.techniques import Captures, technique
+from cglab.models.decoder import Decoder
+from cglab.models.kv import PagedKV
+from cglab.runners.base import GraphGroup, Runner
+from cglab.runners.decode import DecodeRunner
+from cglab.runners.prefill import PrefillRunner
+
+
+class LabPhases:
+    """Runners by phase, on whatever the toggles say; ``engine.Phases`` for a lab.
+
+    Args:
+        model: the decoder.
+        kv: its cache.
+        group: pool and shared buffers of all runners: none holds another's output across a replay.
+        captures: the toggles.
+        buckets: batch sizes of decode steps.
+        prefill_buckets: token counts of prefill steps.
+        options: padding and the rest; the backend is the toggle's.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: PagedKV,
+        group: GraphGroup,
+        captures: Captures,
+        *,
+        buckets: Sequence[int],
+        prefill_buckets: Sequence[int],
+        options: Options,
+    ) -> None:
+        self.model, self.kv, self.group, self.captures = model, kv, group, captures
+        self.buckets, self.prefill_buckets, self.options = buckets, prefill_buckets, options
+        self._decode: dict[str, DecodeRunner] = {}
+        self._prefill: dict[str, PrefillRunner] = {}
+
+    def decode(self, mode: str | None = None, *, sampling: bool = False) -> DecodeRunner:
+        """The decode runner of a mode (the toggle's own by default), captured on first use."""
+        mode = self._mode("decode", mode)
+        name = mode if not sampling else f"{mode}, sampling"
+        if name not in self._decode:
+            options = replace(self.options, backend=mode)
+            runner = DecodeRunner(self.model, self.kv, self.group, self.buckets, options)
+            runner.capture()
+            self._decode[name] = runner  # not before: one that was interrupted is captured anew
+        return self._decode[name]
+
+    def prefill(self, mode: str | None = None) -> PrefillRunner:
+        """The prefill runner of a mode (the toggle's own by default); a bucket is captured on its first use."""
+        mode = self._mode("prefill", mode)
+        if mode not in self._prefill:
+            options = replace(self.options, backend=mode)
+            runner = PrefillRunner(self.model, self.kv, self.group, self.prefill_buckets, options)
+            runner.capture()
+            self._prefill[mode] = runner
+        return self._prefill[mode]
+
+    def runner(self, name: str, mode: str | None = None) -> Runner[Any]:
+        """The runner of a technique, by the toggle's name."""
+        return self.prefill(mode) if technique(name).name == "prefill" else self.decode(mode)
+
+    def _mode(self, name: str, mode: str | None) -> str:
+        return technique(name).check(mode or getattr(self.captures, name) or "eager")
+
+    @property
+    def made(self) -> dict[str, dict[str, Runner[Any]]]:
+        """Runners so far, by technique and mode."""
+        return {"decode": dict(self._decode), "prefill": dict(self._prefill)}
+
+    def close(self) -> None:
+        """Gives recordings and buffers back; the group is closed by whoever made it."""
+        runners: list[Runner[Any]] = [*self._decode.values(), *self._prefill.values()]
+        for runner in runners:
+            runner.close()
+        self._decode.clear()
+        self._prefill.clear()
