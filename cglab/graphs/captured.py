@@ -229,7 +229,7 @@ class Captured:
         """The plain function, or the one that this call asks for, on the live inputs; the reason is counted."""
         self._require_open()
         kept = self.buffers.state(values, live)
-        self.counts.miss(miss)
+        self.counts.miss(miss, live)
         if miss.reason in (Reason.ABOVE_LARGEST, Reason.WASTE_CEILING, Reason.SIZE_NOT_CAPTURED):
             self._eager_sizes.add(live)
             if len(self._eager_sizes) == MANY_SHAPES:

@@ -54,6 +54,7 @@ class Coverage:
     Attributes:
         hits: replays by key.
         live_rows: live rows by key; against ``hits[key] * size`` it gives the padding.
+        live_sizes: steps by their live size, captured or eager: what a bucket planner works from.
         misses: eager steps by reason name.
         last_facts: the facts of the latest step for each reason.
         notes: things worth knowing that are no reason for an eager step, with counts.
@@ -61,6 +62,7 @@ class Coverage:
 
     hits: Counter[str] = field(default_factory=Counter)
     live_rows: Counter[str] = field(default_factory=Counter)
+    live_sizes: Counter[int] = field(default_factory=Counter)
     sizes: dict[str, int] = field(default_factory=dict)
     misses: Counter[str] = field(default_factory=Counter)
     last_facts: dict[str, str] = field(default_factory=dict)
@@ -70,10 +72,12 @@ class Coverage:
         """Counts one replay of ``key`` with ``live`` of its ``size`` rows in use."""
         self.hits[key] += 1
         self.live_rows[key] += live
+        self.live_sizes[live] += 1
         self.sizes[key] = size
 
-    def miss(self, miss: Miss) -> None:
-        """Counts one eager step."""
+    def miss(self, miss: Miss, live: int) -> None:
+        """Counts one eager step of ``live`` rows."""
+        self.live_sizes[live] += 1
         self.misses[miss.reason.name] += 1
         self.last_facts[miss.reason.name] = miss.facts
 
@@ -130,13 +134,14 @@ class Coverage:
     def __sub__(self, earlier: Coverage) -> Coverage:
         """What was counted since ``earlier``, a copy of this coverage."""
         return Coverage(
-            self.hits - earlier.hits, self.live_rows - earlier.live_rows, dict(self.sizes),
+            self.hits - earlier.hits, self.live_rows - earlier.live_rows, self.live_sizes - earlier.live_sizes,
+            dict(self.sizes),
             self.misses - earlier.misses, dict(self.last_facts), self.notes - earlier.notes,
         )  # fmt: skip
 
     def clear(self) -> None:
         """Forgets all counts."""
-        for counts in (self.hits, self.live_rows, self.misses, self.notes):
+        for counts in (self.hits, self.live_rows, self.live_sizes, self.misses, self.notes):
             counts.clear()
         self.sizes.clear()
         self.last_facts.clear()

@@ -67,7 +67,7 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
             before = target.read_bytes() if target.exists() else b""
             if before and not before.endswith(b"\n"):
                 before += b"\n"
-            _replace(target, before + lines)
+            replace_file(target, before + lines)
     except OSError as error:
         raise ResultsError(
             f"cannot write results to {target}: {error}; what was there is untouched. "
@@ -127,7 +127,12 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _replace(target: Path, content: bytes) -> None:
+def replace_file(target: Path, content: bytes) -> None:
+    """Writes a file whole, or leaves the earlier one as it was.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
     handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -7,12 +7,14 @@ these are no times of a graph.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
 from cglab.graphs.coverage import Coverage
 from cglab.lab.comparison import Comparison
+from cglab.lab.planning import PHASES, PhasePlan
 from cglab.lab.recorded import Recorded
 from cglab.ui.style import GREY, INK, colour, empty, faded, figure, register_template, summary
 from cglab.ui.timeline import timeline
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "batch_sweep",
     "bucket_cost",
+    "bucket_plan",
     "comparison",
     "coverage",
     "recorded_decode",
@@ -126,6 +129,34 @@ def bucket_cost(memory: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     made.update_yaxes(title_text="time (ms)", rangemode="tozero", col=1)
     made.update_yaxes(title_text="memory added (MB)", rangemode="tozero", col=2)
     return made
+
+
+def bucket_plan(result: PhasePlan) -> go.Figure:
+    """Share of a trace's steps up to each live size, and below it the buckets of the plan and of SGLang's list."""
+    steps = result.trace.steps(result.phase)
+    total, unit = sum(steps.values()), PHASES[result.phase].unit
+    title = f"Buckets for the {result.phase} steps of trace {result.trace.name}"
+    made = figure(title, result.note, height=440, showlegend=False)
+    made.set_subplots(2, 1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.06)
+    made.add_scatter(
+        x=list(steps), y=[100 * share / total for share in accumulate(steps.values())], row=1, col=1,
+        name="steps", mode="lines+markers", line={"shape": "hv", "color": INK, "width": 1.5}, marker={"size": 4},
+        customdata=list(steps.values()),
+        hovertemplate=f"%{{customdata}} steps of %{{x}} {unit}<br>%{{y:.3g}} % are no larger<extra></extra>",
+    )  # fmt: skip
+    for (name, each), code in zip(result.outcomes.items(), (colour("full"), GREY), strict=True):
+        facts = f"{len(each.buckets)} buckets, {each.memory_bytes / 1e6:.3g} MB, waste {each.waste:.1%}"
+        label = f"<b>{name}: {each.time_ms:.4g} ms</b><br>{facts}"
+        made.add_scatter(
+            x=list(each.buckets), y=[label] * len(each.buckets), row=2, col=1, name=name, mode="markers",
+            marker={"symbol": "line-ns", "size": 18, "line": {"width": 2, "color": code}},
+            hovertemplate=f"{name}: bucket %{{x}}<extra></extra>",
+        )  # fmt: skip
+    sizes = [*steps, *result.plan.chosen.buckets, *result.plan.sglang.buckets]
+    made.update_xaxes(type="log" if max(sizes) >= 16 * min(sizes) else "linear")
+    made.update_xaxes(title_text=f"size ({unit})", row=2)
+    made.update_yaxes(title_text="steps up to this size (%)", rangemode="tozero", row=1)
+    return made.update_yaxes(autorange="reversed", showgrid=False, ticks="", row=2)
 
 
 def coverage(by_arm: Mapping[str, Coverage]) -> go.Figure:

@@ -125,6 +125,29 @@ def test_never_worse_than_sglang_at_its_own_memory(trace, rule, ceiling, slope):
     assert plan.chosen.memory_bytes <= listed.memory_bytes
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1),
+    st.lists(st.integers(1, 20), min_size=12, max_size=12),
+    st.lists(st.integers(0, 5), min_size=12, max_size=12),
+    st.sampled_from([0, 3, 40]),
+    st.sampled_from([(sglang_decode, None), (sglang_prefill, 2.0)]),
+)
+def test_at_sglangs_memory_alone_the_plan_equals_brute_force(trace, steps, memory, dearer, phase):
+    """Nothing but memory is limited, and to just what SGLang's list takes; more and smaller buckets are allowed."""
+    rule, ceiling = phase
+    steps, top = sorted(steps), max(trace)
+    prices = costs(
+        lambda size: steps[size - 1], lambda size: steps[size - 1] + dearer, lambda size: sorted(memory)[size - 1]
+    )  # fmt: skip
+    listed = run_trace(trace, prices, rule(top), ceiling=ceiling)
+    budget, held = BucketBudget(memory_bytes=listed.memory_bytes), top in listed.buckets
+    best = brute_force(trace, prices, budget, range(1, top + 1), top if held else None, ceiling)
+    plan = plan_buckets(trace, prices, budget, maximum_is_bucket=held, ceiling=ceiling, rule=rule)
+    assert plan.chosen.time_ms == best <= listed.time_ms
+    assert plan.chosen.memory_bytes <= listed.memory_bytes == plan.sglang.memory_bytes
+
+
 def test_never_worse_than_sglang_where_memory_falls_with_the_size():
     """Its bucket of 8 is cheap, one at the live size 7 is not: the list's own sizes are candidates."""
     prices = costs(memory=lambda size: 1 if size in sglang_decode(9) else 50, eager=100.0)

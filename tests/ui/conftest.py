@@ -5,8 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from cglab.graphs.backends import CaptureCost
 from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.graphs.keys import ShapeKey
+from cglab.lab.bucket_costs import measured_costs
 from cglab.lab.comparison import Comparison, Profile
+from cglab.lab.planning import plan
+from cglab.lab.size_trace import SizeTrace
 from cglab.measure.ab import interleave
 from cglab.measure.machine import Device
 from cglab.measure.parity import Parity, Verdict
@@ -36,11 +41,11 @@ def compared(batch=3, arms=("eager", "full", "breakable"), recorder="cuda", capt
         coverage[arm] = Coverage()
         for _ in range(20):
             if arm == "eager":
-                coverage[arm].miss(Miss(Reason.BACKEND_EAGER))
+                coverage[arm].miss(Miss(Reason.BACKEND_EAGER), batch)
             elif captured:
                 coverage[arm].hit("4", 4, batch)
             else:
-                coverage[arm].miss(Miss(Reason.ABOVE_LARGEST, f"size {batch}, largest bucket 4"))
+                coverage[arm].miss(Miss(Reason.ABOVE_LARGEST, f"size {batch}, largest bucket 4"), batch)
     workload = {"batch": batch, "context": 128, "bucket": 4 if captured else None, "cache": 256}
     parity = {arm: Parity(Verdict.BITWISE, 96) for arm in arms if arm != "eager"}
     memory = {arm: [] if arm == "eager" else ledger(8_000_000) for arm in arms}
@@ -95,12 +100,22 @@ def record(arm, batch, step_ms, *, model="qwen3-8b", run="run-1", created="2026-
     )  # fmt: skip
 
 
+def planned():
+    """A plan for three live sizes, costs measured at powers of two."""
+    lines = [
+        CaptureCost(ShapeKey(size), 0.01, 0.04, 9_000_000 * (size == 16), 500_000, 20, 0, 1)
+        for size in (16, 8, 4, 2, 1)
+    ]
+    costs = measured_costs(lines, {1: 5.0, 16: 6.5}, {1: 30.0, 16: 30.0})
+    return plan(SizeTrace("evening", {"decode": {3: 2, 5: 1, 16: 1}}), "decode", costs)
+
+
 @pytest.fixture
 def make():
     """The builders above, by name."""
     return SimpleNamespace(
         compared=compared, profiled=profiled, eager_trace=eager_trace, full_trace=full_trace,
-        cpu_trace=cpu_trace, record=record,
+        cpu_trace=cpu_trace, record=record, planned=planned,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ def views(make, records):
         "comparison": result.plot,
         "coverage": result.plot_coverage,
         "bucket_cost": result.plot_buckets,
+        "bucket_plan": make.planned().plot,
         "batch_sweep": Sweep(tuple(make.compared(batch) for batch in (1, 3))).plot,
         "timeline": traced.timeline,
         "recorded_decode": newest("decode", records).plot,
@@ -122,7 +123,7 @@ def test_an_arm_that_failed_is_left_out_of_the_bars_and_kept_in_the_table(make):
 def test_coverage_shows_every_reason_and_zero_as_zero(make):
     mixed = Coverage()
     for live in (6, 7):
-        mixed.miss(Miss(Reason.ABOVE_LARGEST, f"size {live}, largest bucket 4"))
+        mixed.miss(Miss(Reason.ABOVE_LARGEST, f"size {live}, largest bucket 4"), live)
     mixed.hit("4", 4, 3)
     figure = plots.coverage(
         {"eager": make.compared().coverage["eager"], "full": mixed, "breakable": Coverage()}
@@ -139,6 +140,21 @@ def test_coverage_table_equals_its_figure(make):
     assert frame.loc["full"].to_dict() == {
         "steps": 20, "captured": 0, "eager": 20, "backend_eager": 0, "above_largest": 20,
     }  # fmt: skip
+
+
+def test_bucket_plan_shows_both_sets_over_the_trace_and_equals_its_table(make):
+    result = make.planned()
+    figure, frame = result.plot(), result.as_frame().set_index("set")
+    steps, *lanes = figure.data
+    assert list(steps.x) == [3, 5, 16] and list(steps.y) == pytest.approx([50, 75, 100])
+    for lane in lanes:
+        row = frame.loc[lane.name]
+        assert ", ".join(map(str, lane.x)) == row["sizes"]
+        assert f"{row['time_ms']:.4g} ms" in lane.y[0] and f"waste {row['waste']:.1%}" in lane.y[0]
+    assert [lane.name for lane in lanes] == ["plan", "SGLang's list"]
+    assert heading(figure)[0] == "Buckets for the decode steps of trace evening"
+    assert "interpolated" in heading(figure)[1]
+    assert "size (requests)" in plots.summary(figure)
 
 
 def test_bucket_cost_shows_the_ledger_smallest_first(make):

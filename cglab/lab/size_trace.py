@@ -1,0 +1,189 @@
+"""Traces of sizes: how many steps of each live size a run had, by phase. What a bucket planner works from.
+
+Every runner's coverage counts live sizes, so a trace is recorded by looking before and after::
+
+    recorder = SizeRecorder({"decode": decode_runner, "prefill": prefill_runner})
+    drive(engine, load, vocabulary)
+    recorder.trace("chat", model="qwen3-8b", load=load.as_dict()).save()
+
+A trace holds no times: with a scheduler that never looks at a clock it is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cglab.errors import InputError, ResultsError
+from cglab.graphs.coverage import Coverage
+from cglab.measure.records import replace_file
+from cglab.settings import read_settings
+
+if TYPE_CHECKING:
+    import pandas
+
+SCHEMA = 1
+NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+
+
+@dataclass(frozen=True)
+class SizeTrace:
+    """Steps of one run by phase and live size.
+
+    Attributes:
+        name: of its file; lower-case letters, digits and dashes.
+        phases: for each phase, such as ``decode``, the number of steps by live size, rows or tokens.
+        source: what was run: model, load, and what else a reader must know; plain values.
+
+    Raises:
+        InputError: for another kind of name, or counts of steps that are none.
+    """
+
+    name: str
+    phases: Mapping[str, Mapping[int, int]]
+    source: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise InputError(
+                f"a trace cannot be named {self.name!r}; use lower-case letters, digits and dashes"
+            )
+        if not self.phases:
+            raise InputError(f"trace {self.name!r} has no phase; record at least one, such as decode")
+        for phase, steps in self.phases.items():
+            wrong = [
+                item for item in steps.items() if any(type(part) is not int or part < 1 for part in item)
+            ]
+            if wrong or not steps:
+                what = f"size {wrong[0][0]!r} {wrong[0][1]!r} times" if wrong else "no steps"
+                raise InputError(
+                    f"phase {phase!r} of trace {self.name!r} has {what}; sizes and counts are whole numbers from 1"
+                )
+
+    def steps(self, phase: str) -> dict[int, int]:
+        """Number of steps by live size of one phase, ascending.
+
+        Raises:
+            InputError: for a phase that the trace does not have.
+        """
+        if phase not in self.phases:
+            raise InputError(
+                f"trace {self.name!r} has no phase {phase!r}; it has {', '.join(sorted(self.phases))}"
+            )
+        return dict(sorted(self.phases[phase].items()))
+
+    def as_frame(self) -> pandas.DataFrame:
+        """One row a phase and live size, with its number of steps."""
+        import pandas
+
+        rows = [(phase, size, count) for phase in self.phases for size, count in self.steps(phase).items()]
+        return pandas.DataFrame(rows, columns=["phase", "live size", "steps"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as written; JSON has no numbers as keys, so sizes are text."""
+        phases = {
+            phase: {str(size): count for size, count in self.steps(phase).items()} for phase in self.phases
+        }
+        return {"schema": SCHEMA, "name": self.name, "source": dict(self.source), "phases": phases}
+
+    def save(self, folder: str | Path | None = None) -> Path:
+        """Writes the trace to ``NAME.json``, whole or not at all.
+
+        Args:
+            folder: None takes ``traces`` in the data folder; it is made if needed.
+
+        Returns:
+            Where it was written.
+
+        Raises:
+            ResultsError: if it cannot be written.
+            InputError: if ``source`` holds what JSON cannot.
+        """
+        path = _path(self.name, folder)
+        try:
+            text = json.dumps(self.as_dict(), indent=1, sort_keys=True, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the source of trace {self.name!r} is no plain data: {error}") from error
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, text.encode())
+        except OSError as error:
+            raise ResultsError(
+                f"cannot write {path}: {error}; what was there is untouched. Free space or name another folder"
+            ) from error
+        return path
+
+
+def load_size_trace(name: str, folder: str | Path | None = None) -> SizeTrace:
+    """Reads a trace that was saved.
+
+    Args:
+        name: of the trace.
+        folder: None takes ``traces`` in the data folder.
+
+    Raises:
+        ResultsError: if there is none, or the file is no trace.
+    """
+    path = _path(name, folder)
+    if not path.exists():
+        known = ", ".join(sorted(each.stem for each in path.parent.glob("*.json"))) or "none"
+        raise ResultsError(f"no trace {name!r} in {path.parent}; there is {known}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["schema"] != SCHEMA:
+            raise ResultsError(f"{path} has schema {values['schema']!r}, this version reads {SCHEMA}")
+        phases = {
+            phase: {int(size): count for size, count in steps.items()}
+            for phase, steps in values["phases"].items()
+        }
+        return SizeTrace(values["name"], phases, dict(values["source"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResultsError(f"{path} is no trace of sizes ({error!r}); record it again") from error
+
+
+def _path(name: str, folder: str | Path | None) -> Path:
+    return (read_settings().data / "traces" if folder is None else Path(folder)) / f"{name}.json"
+
+
+class Counted(Protocol):
+    """What is read of a runner."""
+
+    def coverage(self) -> Coverage:
+        """Its steps so far."""
+        ...
+
+
+class SizeRecorder:
+    """Counts the live sizes that runners see from now on.
+
+    Args:
+        runners: by phase.
+    """
+
+    def __init__(self, runners: Mapping[str, Counted]) -> None:
+        self.runners = dict(runners)
+        self._before = {phase: runner.coverage().copy() for phase, runner in self.runners.items()}
+
+    def trace(self, name: str, **source: Any) -> SizeTrace:
+        """The steps since then; phases that had none, and steps without a live row, are left out.
+
+        Args:
+            name: of the trace.
+            **source: what was run: model, load, ...
+
+        Raises:
+            InputError: if there was no step at all.
+        """
+        counted = {
+            phase: (runner.coverage() - self._before[phase]).live_sizes
+            for phase, runner in self.runners.items()
+        }
+        phases = {
+            phase: {size: count for size, count in sorted(sizes.items()) if size}
+            for phase, sizes in counted.items()
+        }
+        return SizeTrace(name, {phase: sizes for phase, sizes in phases.items() if sizes}, source)
