@@ -78,8 +78,10 @@ class Engine:
         self.model, self.kv, self.phases = model, kv, phases
         self.max_context = min(kv.page_table.shape[1] * kv.page_size, model.config.max_position)
         layout = CacheLayout(
-            kv.keys.shape[1] // kv.page_size, kv.page_size, kv.page_table.shape[0], self.max_context
-        )
+            kv.full.keys.shape[1] // kv.page_size, kv.page_size, kv.page_table.shape[0], self.max_context,
+            window=kv.window.window if kv.window else None,
+            window_pages=kv.window.keys.shape[1] // kv.page_size if kv.window else 0,
+        )  # fmt: skip
         self.scheduler = Scheduler(layout, options)
         self.now: Callable[[], float] = time.perf_counter
         self.segments = ForwardSegments(clock_for(kv.keys.device), now=self.now)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cglab.engine.batches import Chunk
 from cglab.engine.requests import Request
-from cglab.models.kv import PagedKV
+from cglab.models.kv import LayerPool, PagedKV
 from cglab.models.spans import Span
 
 
@@ -71,11 +71,17 @@ def write_page_tables(kv: PagedKV, requests: Iterable[Request]) -> None:
     changed = [request for request in requests if request.dirty]
     if not changed:
         return
-    table = np.zeros((len(changed), kv.page_table.shape[1]), np.int64)
-    for line, request in zip(table, changed, strict=True):
-        line[: len(request.pages)] = request.pages
-        request.dirty = False
     rows = torch.tensor([request.row for request in changed])
-    kv.page_table.index_copy_(
-        0, rows.to(kv.page_table.device), torch.from_numpy(table).to(kv.page_table.device)
-    )
+    _write_rows(kv.full, rows, [request.pages for request in changed])
+    if kv.window is not None:
+        _write_rows(kv.window, rows, [request.window_pages for request in changed])
+    for request in changed:
+        request.dirty = False
+
+
+def _write_rows(pool: LayerPool, rows: Tensor, pages: Sequence[Sequence[int]]) -> None:
+    table = np.zeros((len(pages), pool.page_table.shape[1]), np.int64)
+    for line, held in zip(table, pages, strict=True):
+        line[: len(held)] = held
+    device = pool.page_table.device
+    pool.page_table.index_copy_(0, rows.to(device), torch.from_numpy(table).to(device))

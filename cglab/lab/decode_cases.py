@@ -38,7 +38,9 @@ class DecodeOracles(StepOracles[DecodeRunner]):
         generator = torch.Generator(device).manual_seed(seed)
         for cache in (kv.keys, kv.values):
             cache.normal_(generator=generator)
-        layout = CacheLayout(kv.keys.shape[1] // kv.page_size, kv.page_size, LARGEST_BATCH + 1, MAX_CONTEXT)
+        layout = CacheLayout(
+            kv.full.keys.shape[1] // kv.page_size, kv.page_size, LARGEST_BATCH + 1, MAX_CONTEXT
+        )
         self.memory = RequestMemory(layout, MAX_CONTEXT, prefix_reuse=False)
         super().__init__(loaded, kv, device, seed)
 

@@ -50,7 +50,7 @@ class LabPhases:
         name = mode if not sampling else f"{mode}, sampling"
         if name not in self._decode:
             options = replace(self.options, backend=mode)
-            runner = DecodeRunner(self.model, self.kv, self.group, self.buckets, options)
+            runner = DecodeRunner(self.model, self.kv, self.group, self.buckets, options, sampling=sampling)
             runner.capture()
             self._decode[name] = runner  # not before: one that was interrupted is captured anew
         return self._decode[name]

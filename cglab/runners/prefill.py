@@ -82,11 +82,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
                 f"max_cached {max_cached} at least 0"
             )
         self.model, self.kv, self.live = model, kv, LiveSpans()
-        contract = AddressContract({
-            "model": model,
-            "kv.keys": lambda: kv.keys, "kv.values": lambda: kv.values, "kv.page_table": lambda: kv.page_table,
-        })  # fmt: skip
-        super().__init__(group, buckets, contract, options)
+        super().__init__(group, buckets, AddressContract({"model": model, **kv.watched()}), options)
 
     def slots(self) -> dict[str, Slot]:
         """Three rows of int64, one element a token; and the request axis of a full recording, int32."""
