@@ -53,7 +53,7 @@ class _PoolStep:
         self.slots = pool.slots(request_rows, torch.minimum(position, seq_lens.unsqueeze(1) - 1))
         position = position.unsqueeze(-2)
         unseen = position > last
-        if pool.window is not None and width > 1:  # the window of a single query is all of its context
+        if pool.window is not None and width > 1:  # a single query's context starts with its window
             unseen = unseen | (position <= last - pool.window)
         # Added to the scores: a boolean mask would be turned into this form again in every layer.
         mask = torch.zeros(unseen.shape, device=unseen.device, dtype=pool.keys.dtype)
@@ -113,6 +113,7 @@ class DecodeAttention:
         self._steps = {
             pool: _PoolStep(pool, slots, request_rows, seq_lens, last)
             for pool, slots in zip(kv.pools, given, strict=True)
+            if pool.layers
         }
 
     def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class PagedKV:
 
     Attributes:
         full: the pool of the layers that see everything before them; a model may have none of these.
-        window: the pool of the sliding-window layers; None for a model without any.
+        sliding: the pool of the sliding-window layers; None for a model without any.
         context_positions: [max_pages * page_size] int64, 0, 1, 2, ..., of both pools.
         page_size: tokens of a page, of both pools.
         group: query heads that read the same key and value head.
@@ -181,15 +181,15 @@ class PagedKV:
         full = [layer for layer in range(config.num_layers) if layer not in config.window_layers]
         make = partial(LayerPool, config, self.context_positions, page_size=page_size, rows=rows, dtype=dtype)
         self.full: LayerPool = make(layers=full, pages=pages)
-        self.window: LayerPool | None = None
+        self.sliding: LayerPool | None = None
         if window_pages is not None:
-            self.window = make(layers=config.window_layers, pages=window_pages, window=config.sliding_window)
+            self.sliding = make(layers=config.window_layers, pages=window_pages, window=config.sliding_window)
         self._pools = {layer: pool for pool in self.pools for layer in pool.layers}
 
     @property
     def pools(self) -> tuple[LayerPool, ...]:
         """The full pool, then the window pool if there is one."""
-        return (self.full,) if self.window is None else (self.full, self.window)
+        return (self.full,) if self.sliding is None else (self.full, self.sliding)
 
     def pool(self, layer_index: int) -> LayerPool:
         """Where a layer of the model keeps its keys and values."""
@@ -214,13 +214,9 @@ class PagedKV:
         """``LayerPool.write`` for a full-attention layer."""
         self.full.write(layer_index, slots, key, value)
 
-    def read(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """``LayerPool.read`` for a full-attention layer."""
-        return self.full.read(layer_index, slots)
-
     def watched(self) -> dict[str, Callable[[], Tensor]]:
         """Everything that recordings read by address, for an ``AddressContract``."""
-        names = {"full": "kv", "window": "kv.window"} if self.window is not None else {"full": "kv"}
+        names = {"full": "kv", "sliding": "kv.sliding"} if self.sliding is not None else {"full": "kv"}
         return {
             f"{name}.{tensor}": partial(attrgetter(f"{pool}.{tensor}"), self)
             for pool, name in names.items()

@@ -67,7 +67,7 @@ class DecodeRunner(Runner[int]):
         self.model, self.kv, self.live, self.sampling = model, kv, LiveRows(), sampling
         # A form of its own and not a branch on temperatures, which would freeze at their first values (P2, P37).
         self.variant = "sampling" if sampling else None
-        windowed = kv.window is not None
+        windowed = kv.sliding is not None
         self.inputs = INPUTS + windowed * WINDOW_INPUTS + sampling * SAMPLING_INPUTS
         super().__init__(group, buckets, AddressContract({"model": model, **kv.watched()}), options)
 
@@ -129,8 +129,8 @@ class DecodeRunner(Runner[int]):
             "input_ids": draw(0, self.model.config.vocab_size), "positions": positions, "seq_lens": positions + 1,
             "request_rows": draw(0, len(self.kv.page_table)), "out_slots": distinct(self.kv.full),
         }  # fmt: skip
-        if self.kv.window is not None:
-            drawn["window_out_slots"] = distinct(self.kv.window)
+        if self.kv.sliding is not None:
+            drawn["window_out_slots"] = distinct(self.kv.sliding)
         if self.sampling:
             drawn["temperatures"] = draw(-1, 3).clamp_min(0)
             drawn["seeds"] = draw(-(2**63), 2**63 - 1)

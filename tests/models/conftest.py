@@ -63,7 +63,7 @@ class PagedRunner:
 
     def slide(self, request, width):
         """Maps the pages that the last ``width`` tokens of a request see and drops all others, to slots out."""
-        pool, size, length = self.kv.window, self.page_size, self.lengths[request]
+        pool, size, length = self.kv.sliding, self.page_size, self.lengths[request]
         first = max(length - width - pool.window + 1, 0)
         seen = set(range(first // size, (length - 1) // size + 1))
         place = {page: 1 + request * self.ring + page % self.ring for page in seen | self.held[request]}
@@ -104,7 +104,7 @@ class PagedRunner:
             positions.append(torch.arange(start, start + width))
             slots.append(self.slots(request, start, width))
             self.lengths[request] += width
-            if self.kv.window is not None:
+            if self.kv.sliding is not None:
                 window_slots.append(self.slide(request, width))
         idle = torch.zeros(padding * width, dtype=torch.int64)
         rows = torch.tensor([request + 1 for request in tokens] + [0] * padding)

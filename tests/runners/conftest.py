@@ -124,11 +124,11 @@ class WindowWorld(World):
 
     def inputs(self, lengths, tokens=None):
         """Maps the window's pages of rows 1, 2, ... and no others: the pages before are dropped."""
-        table = torch.zeros_like(self.kv.window.page_table, device="cpu")
+        table = torch.zeros_like(self.kv.sliding.page_table, device="cpu")
         for row, length in enumerate(lengths, 1):
             for page in range(max(length - self.config.sliding_window, 0) // PAGE, (length - 1) // PAGE + 1):
                 table[row, page] = 1 + (row - 1) * self.ring + page % self.ring
-        self.kv.window.page_table.copy_(table)
+        self.kv.sliding.page_table.copy_(table)
         last = torch.tensor(lengths) - 1
         slots = table[torch.arange(1, len(lengths) + 1), last // PAGE] * PAGE + last % PAGE
         return {**super().inputs(lengths, tokens), "window_out_slots": slots.to(self.device)}

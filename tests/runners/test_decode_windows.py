@@ -52,13 +52,13 @@ def test_b25_dropped_pages_and_all_else_outside_the_window_may_hold_nan(windows,
     values, before = one.inputs(lengths), state(one)
     clean = one.runner.run(3, **values)
     restore(one, before)
-    table, window = one.kv.window.page_table.cpu(), one.config.sliding_window
+    table, window = one.kv.sliding.page_table.cpu(), one.config.sliding_window
     seen = [
         int(table[row, position // 4]) * 4 + position % 4
         for row, length in enumerate(lengths, 1)
         for position in range(max(length - window, 0), length)
     ]
-    hidden = torch.ones(one.kv.window.keys.shape[1], dtype=torch.bool)
+    hidden = torch.ones(one.kv.sliding.keys.shape[1], dtype=torch.bool)
     hidden[seen] = False
     assert not table[1, 0] and table[3, 0], "the longest request has dropped a page, the shortest none"
     for cache in one.tensors()[2:]:
@@ -111,6 +111,6 @@ def test_b36_the_window_pool_is_under_the_address_contract(windows, name):
     one = windows()
     values = one.inputs([6, 5, 4])
     one.runner.run(3, **values)
-    setattr(one.kv.window, name, getattr(one.kv.window, name).clone())
-    with pytest.raises(AddressError, match=rf"moved: kv\.window\.{name}"):
+    setattr(one.kv.sliding, name, getattr(one.kv.sliding, name).clone())
+    with pytest.raises(AddressError, match=rf"moved: kv\.sliding\.{name}"):
         one.runner.run(3, **values)
