@@ -24,6 +24,8 @@ class Reason(Enum):
     INPUT_KIND = "an optional input is absent, or present, unlike at capture"
     CONSTANT = "a baked Python value differs from capture"
     WIDTH = "the step's width differs from the captured width"
+    MORE_REQUESTS = "more requests than the recording's request axis holds"
+    MORE_KEYS = "more cached tokens than the recording has room for"
     CAPTURE_FAILED = "the capture of this bucket failed"
     KILL_SWITCH = "an environment variable switched this capture off"
     NOT_ELIGIBLE = "the runner's own rule sent this step eager"

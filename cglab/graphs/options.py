@@ -38,7 +38,8 @@ class Options:
     Attributes:
         backend: full, breakable or eager.
         padding: pad up to a bucket; without it only exact sizes replay.
-        waste_ceiling: refuse a bucket above this multiple of the live rows (P7); None admits all.
+        waste_ceiling: refuse a bucket above this multiple of the live rows (P7); None leaves it to the phase, which
+            may have none, and infinity admits all.
         inline_breaks: record breaks as they stand in a full capture.
         warmups: fixed number of warm-ups for every shape; None for the policy.
         self_check: end a capture with the self-check; None means on the tape only.

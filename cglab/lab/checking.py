@@ -11,11 +11,12 @@ from cglab.errors import ToggleError
 from cglab.lab.decode_cases import DecodeOracles
 from cglab.lab.oracles import StepOracles
 from cglab.lab.plants import planted
+from cglab.lab.prefill_cases import PrefillOracles
 from cglab.lab.techniques import technique
 from cglab.lab.verdicts import TechniqueParity
 from cglab.models.loading import load_model
 
-CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {"decode": DecodeOracles}
+CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {"decode": DecodeOracles, "prefill": PrefillOracles}
 """How each available technique is checked; the suite fails for one that is missing here."""
 
 

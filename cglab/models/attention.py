@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cglab.errors import InputError
 from cglab.graphs.breaks import eager_break
-from cglab.models.kv import PagedKV
+from cglab.models.kv import LayerPool, PagedKV
 
 
 @dataclass(slots=True)
@@ -32,10 +32,41 @@ class LiveRows:
     rows: int | None = None
 
 
+class _PoolStep:
+    """What the layers of one pool share in a step.
+
+    Attributes:
+        out_slots: [requests * width] int64, where keys and values go.
+        slots: [requests, context] int64, where those that are read live.
+        mask: [requests, 1, rows, context], 0 or minus infinity.
+    """
+
+    def __init__(
+        self, pool: LayerPool, out_slots: Tensor, request_rows: Tensor, seq_lens: Tensor, last: Tensor
+    ) -> None:
+        """Computes them; ``last`` [requests, width, 1] is the last position that each query sees."""
+        width = last.shape[1]
+        position = pool.context(seq_lens, width)
+        self.out_slots = out_slots
+        # Padding repeats the last position: whatever a free page or the rest of a page holds is then not even read,
+        # as a mask alone would still multiply it by zero, and zero times NaN is NaN.
+        self.slots = pool.slots(request_rows, torch.minimum(position, seq_lens.unsqueeze(1) - 1))
+        position = position.unsqueeze(-2)
+        unseen = position > last
+        if pool.window is not None and width > 1:  # the window of a single query is all of its context
+            unseen = unseen | (position <= last - pool.window)
+        # Added to the scores: a boolean mask would be turned into this form again in every layer.
+        mask = torch.zeros(unseen.shape, device=unseen.device, dtype=pool.keys.dtype)
+        mask = mask.masked_fill_(unseen, float("-inf")).unsqueeze(1)
+        # One row serves all queries of a group where there is but one token.
+        self.mask = mask if width == 1 else mask.unsqueeze(2).expand(-1, -1, pool.group, -1, -1).flatten(2, 3)
+
+
 class DecodeAttention:
     """Attention of a step with equally many new tokens of each request: decode, or verify of drafted tokens.
 
-    Query i of a request sees its first ``seq_len - width + i + 1`` tokens, itself included.
+    Query i of a request sees its first ``seq_len - width + i + 1`` tokens, itself included; in a layer with a
+    window the last ``window`` of these, and no more than they are read.
     """
 
     def __init__(
@@ -47,50 +78,58 @@ class DecodeAttention:
         seq_lens: Tensor,
         width: int = 1,
         live: LiveRows | None = None,
+        window_out_slots: Tensor | None = None,
     ) -> None:
-        """Computes what all layers share.
+        """Computes what all layers of a pool share.
 
         Args:
             kv: the cache.
             out_slots: [requests * width] int64, where this step's keys and values go; 0 for padding.
-            request_rows: [requests] int64, rows of the page table; 0 for padding.
+            request_rows: [requests] int64, rows of the page tables; 0 for padding.
             seq_lens: [requests] int64, tokens of each request including this step's; at least ``width``, for
                 padding too.
             width: new tokens of each request.
             live: which requests are real, read at every call of the break; None computes all of them.
+            window_out_slots: [requests * width] int64, as ``out_slots`` in the window pool, if there is one.
 
         Raises:
-            InputError: if the sizes do not fit each other.
+            InputError: if the sizes do not fit each other, or slots are missing for a pool or given for none.
         """
-        requests = request_rows.shape[0]
-        if seq_lens.shape[0] != requests or out_slots.shape[0] != requests * width:
+        self.kv, self.width, self.live = kv, width, live or LiveRows()
+        given = [out_slots] if window_out_slots is None else [out_slots, window_out_slots]
+        if len(given) != len(kv.pools):
             raise InputError(
-                f"{requests} request rows, {seq_lens.shape[0]} lengths and {out_slots.shape[0]} slots do not "
-                f"make a step of width {width}: give one length and {width} slots for each row"
+                f"the cache has {len(kv.pools)} pools and slots are given for {len(given)}: "
+                "give window_out_slots where the model has window layers, and only there"
             )
-        self.kv, self.out_slots, self.width, self.live = kv, out_slots, width, live or LiveRows()
-        self.slots = kv.context_slots(request_rows, seq_lens)
-        ahead = kv.context_positions[:width] - width
-        unseen = kv.context_positions > (seq_lens.unsqueeze(1) + ahead).unsqueeze(-1)
-        # Added to the scores: a boolean mask would be turned into this form again in every layer.
-        mask = torch.zeros(unseen.shape, device=unseen.device, dtype=kv.keys.dtype)
-        mask = mask.masked_fill_(unseen, float("-inf")).unsqueeze(1)
-        # [requests, 1, rows, context]: one row serves all queries of a group where there is but one token.
-        self.mask = mask if width == 1 else mask.unsqueeze(2).expand(-1, -1, kv.group, -1, -1).flatten(2, 3)
+        requests = request_rows.shape[0]
+        for slots in given:
+            if seq_lens.shape[0] != requests or slots.shape[0] != requests * width:
+                raise InputError(
+                    f"{requests} request rows, {seq_lens.shape[0]} lengths and {slots.shape[0]} slots do not "
+                    f"make a step of width {width}: give one length and {width} slots for each row"
+                )
+        last = (seq_lens.unsqueeze(1) + (kv.context_positions[:width] - width)).unsqueeze(-1)
+        self._steps = {
+            pool: _PoolStep(pool, slots, request_rows, seq_lens, last)
+            for pool, slots in zip(kv.pools, given, strict=True)
+        }
 
     def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attends in one layer; see ``decoder.Attend``."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+        pool = self.kv.pool(layer_index)
+        step = self._steps[pool]
         _decode(
-            self.kv,
+            pool,
             layer_index,
             query=query,
             key=key,
             value=value,
             out=out,
-            out_slots=self.out_slots,
-            slots=self.slots,
-            mask=self.mask,
+            out_slots=step.out_slots,
+            slots=step.slots,
+            mask=step.mask,
             width=self.width,
             live=self.live,
         )
@@ -99,7 +138,7 @@ class DecodeAttention:
 
 @eager_break
 def _decode(
-    kv: PagedKV,
+    pool: LayerPool,
     layer_index: int,
     *,
     query: Tensor,
@@ -120,10 +159,10 @@ def _decode(
             return
         query, key, value, out = query[:tokens], key[:tokens], value[:tokens], out[:tokens]
         out_slots, slots, mask = out_slots[:tokens], slots[: live.rows], mask[: live.rows]
-    kv.write(layer_index, out_slots, key, value)
-    keys, values = kv.read(layer_index, slots)
-    split = (len(slots), width, key.shape[1], kv.group, key.shape[2])
+    pool.write(layer_index, out_slots, key, value)
+    keys, values = pool.read(layer_index, slots)
+    split = (len(slots), width, key.shape[1], pool.group, key.shape[2])
     # [requests, kv_heads, group * width, head_dim]: all queries that read the same key head side by side.
     folded = query.view(split).permute(0, 2, 3, 1, 4).flatten(2, 3)
     attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
-    out.view(split).copy_(attended.unflatten(2, (kv.group, width)).permute(0, 3, 1, 2, 4))
+    out.view(split).copy_(attended.unflatten(2, (pool.group, width)).permute(0, 3, 1, 2, 4))

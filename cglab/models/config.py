@@ -1,4 +1,4 @@
-"""Shapes of the Qwen3 and Llama family: read from a Hugging Face ``config.json``, or taken from a preset."""
+"""Shapes of the Qwen3 and Llama family, read from a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from cglab.errors import ModelError
 
 ARCHITECTURES: Final = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+WINDOW, FIRST_WINDOW_LAYER = 4096, 28  # what Qwen3 takes for a file that states neither
+MOST_LAYERS = 1000  # a damaged file is told before anything is made for every layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class ModelConfig:
         qk_norm: queries and keys are normalised per head (Qwen3).
         attention_bias: bias on the query, key, value and output projections.
         mlp_bias: bias on the feed-forward projections.
+        sliding_window: positions that a query of a window layer sees, its own included; None without such layers.
+        window_layers: which layers these are, ascending; every other one sees all positions before it.
         bos_token_id: token that opens a sequence, if the model has one.
         eos_token_ids: tokens that end a sequence.
     """
@@ -73,6 +77,8 @@ class ModelConfig:
     qk_norm: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    sliding_window: int | None = None
+    window_layers: tuple[int, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -85,6 +91,13 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(
                 f"head_dim {self.head_dim} is odd, rotary embedding needs an even one; correct config.json"
+            )
+        layers, window = self.window_layers, self.sliding_window
+        ascending = all(earlier < later for earlier, later in pairwise((-1, *layers, self.num_layers)))
+        if not ascending or bool(layers) != (window is not None) or (window is not None and window < 1):
+            raise ModelError(
+                f"a sliding window of {window} in layers {list(layers)} of {self.num_layers}: give a window of at "
+                "least 1 position and the layers that have it in ascending order, or neither; correct config.json"
             )
 
     @property
@@ -140,23 +153,23 @@ class _Fields:
     def __init__(self, content: Mapping[str, Any], path: Path) -> None:
         self.content, self.path = content, path
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         value = self._given(name, default)
-        if type(value) is not int or value <= 0:
-            raise self._malformed(name, value, "a positive integer")
+        if type(value) is not int or value < least:
+            raise self.malformed(name, value, "a positive integer" if least else "an integer from 0")
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
         value = self._given(name, default)
         # JSON as Python reads it has NaN, infinities and integers beyond every float.
         if type(value) not in (int, float) or not 0 < value < sys.float_info.max:
-            raise self._malformed(name, value, "a positive number")
+            raise self.malformed(name, value, "a positive number")
         return float(value)
 
     def flag(self, name: str) -> bool:
         value = self._given(name, default=False)
         if type(value) is not bool:
-            raise self._malformed(name, value, "true or false")
+            raise self.malformed(name, value, "true or false")
         return value
 
     def tokens(self, name: str) -> tuple[int, ...]:
@@ -164,8 +177,17 @@ class _Fields:
         value = self._given(name, [])
         ids = value if isinstance(value, list) else [value]
         if any(type(token) is not int or token < 0 for token in ids):
-            raise self._malformed(name, value, "a token id or a list of token ids")
+            raise self.malformed(name, value, "a token id or a list of token ids")
         return tuple(ids)
+
+    def names(self, name: str) -> list[str] | None:
+        """A list of names, or none."""
+        value = self._given(name, None)
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(item, str) for item in value)
+        ):
+            raise self.malformed(name, value, "a list of names")
+        return value
 
     def rotary(self) -> _Fields:
         """Base and scaling of the rotary embedding, in the form of transformers 5 or of earlier ones."""
@@ -173,7 +195,7 @@ class _Fields:
         for name in ("rope_scaling", "rope_parameters"):
             section = self._given(name, {})
             if not isinstance(section, dict):
-                raise self._malformed(name, section, "an object")
+                raise self.malformed(name, section, "an object")
             merged |= section
         return _Fields(merged, self.path)
 
@@ -189,7 +211,7 @@ class _Fields:
         value = self.content.get(name)
         return default if value is None else value
 
-    def _malformed(self, name: str, value: object, good: str) -> ModelError:
+    def malformed(self, name: str, value: object, good: str) -> ModelError:
         fact = "missing" if value is None else repr(value)
         return ModelError(f"{self.path}: {name} is {fact}, {good} is expected; fetch the file again")
 
@@ -208,12 +230,14 @@ def _parse(fields: _Fields, generation: _Fields) -> ModelConfig:
             "weights; open the unquantised model"
         )
     fields.require("hidden_act", content.get("hidden_act", "silu"), ["silu"])
-    fields.require("use_sliding_window", fields.flag("use_sliding_window"), [False])
     rotary = fields.rotary()
     kind = rotary.content.get("rope_type") or rotary.content.get("type") or "default"
     fields.require("rope_type", kind, ["default", "llama3"])
     fields.require("partial_rotary_factor", rotary.real("partial_rotary_factor", 1.0), [1.0])
     qwen3 = architectures[0] == "Qwen3ForCausalLM"
+    window_layers = _window_layers(fields) if qwen3 else ()
+    if not qwen3:
+        fields.require("use_sliding_window", fields.flag("use_sliding_window"), [False])
     heads = fields.integer("num_attention_heads")
     starts = fields.tokens("bos_token_id")
     return ModelConfig(
@@ -233,9 +257,29 @@ def _parse(fields: _Fields, generation: _Fields) -> ModelConfig:
         qk_norm=qwen3,
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
+        sliding_window=fields.integer("sliding_window", WINDOW) if window_layers else None,
+        window_layers=window_layers,
         bos_token_id=starts[0] if starts else None,
         eos_token_ids=generation.tokens("eos_token_id") or fields.tokens("eos_token_id"),
     )
+
+
+def _window_layers(fields: _Fields) -> tuple[int, ...]:
+    """The layers that see a window, by the rules of ``Qwen3Config``: listed one by one, or the last ones."""
+    content, layers = fields.content, fields.integer("num_hidden_layers")
+    windowed = fields.flag("use_sliding_window") and content.get("sliding_window", WINDOW) is not None
+    kinds = fields.names("layer_types")
+    if kinds is None:
+        if windowed and layers > MOST_LAYERS:
+            raise fields.malformed("num_hidden_layers", layers, f"an integer up to {MOST_LAYERS}")
+        first = fields.integer("max_window_layers", FIRST_WINDOW_LAYER, least=0)
+        return tuple(range(first, layers)) if windowed else ()
+    for kind in kinds:
+        good = ["full_attention", "sliding_attention"] if windowed else ["full_attention"]
+        fields.require("layer_types" if windowed else "layer_types without use_sliding_window", kind, good)
+    if len(kinds) != layers:
+        raise fields.malformed("layer_types", kinds, f"a list of {layers}, one for each layer,")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
 def _llama3_scaling(rotary: _Fields) -> Llama3Scaling:
@@ -245,45 +289,3 @@ def _llama3_scaling(rotary: _Fields) -> Llama3Scaling:
         high_freq_factor=rotary.real("high_freq_factor"),
         original_max_position=rotary.integer("original_max_position_embeddings"),
     )
-
-
-def _qwen3(**shape: Any) -> ModelConfig:
-    return ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        vocab_size=151936,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position=40960,
-        rope_theta=1e6,
-        qk_norm=True,
-        bos_token_id=151643,
-        eos_token_ids=(151645, 151643),
-        **shape,
-    )
-
-
-PRESETS: Final[Mapping[str, ModelConfig]] = MappingProxyType(
-    {
-        "qwen3-0.6b": _qwen3(
-            hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True
-        ),
-        "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32),
-        "llama-3.1-8b": ModelConfig(
-            architecture="LlamaForCausalLM",
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            max_position=131072,
-            rms_norm_eps=1e-5,
-            rope_theta=500000.0,
-            rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192),
-            bos_token_id=128000,
-            eos_token_ids=(128001,),
-        ),
-    }
-)
-"""The published shapes that the lab builds with random weights: speed does not need trained ones."""

@@ -1,13 +1,19 @@
-"""The paged key-value cache as plain tensors: pages, a page table, and a reserved corner for padding.
+"""The paged key-value cache as plain tensors: pages, page tables, and a reserved corner for padding.
 
-Row 0 of the page table, page 0 and so slot 0 belong to no request: padded requests point at row 0 and padded
-tokens are written to slot 0, so that padding can never touch a live request. Which row and page a request
-gets is the engine's business.
+Layers that remember equally far share a pool. Every model has a pool for full attention; one with sliding-window
+layers has a second pool for them, with pages of its own, so that it holds little more than the window.
+
+Row 0 of a page table, page 0 and so slot 0 belong to no request: padded requests point at row 0 and padded tokens
+are written to slot 0, so that padding can never touch a live request. Which row and page a request gets is the
+engine's business.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,18 +22,114 @@ from cglab.errors import InputError
 from cglab.models.config import ModelConfig
 
 
-class PagedKV:
-    """Keys and values of all layers in pages of tokens.
+class LayerPool:
+    """Keys and values of layers that remember equally far, in pages of tokens.
 
     The tensors are never replaced, so that recordings may hold their addresses.
 
     Attributes:
+        layers: which layers of the model these are.
+        window: positions that a query sees, its own included; None for all before it.
         keys: [layers, slots, kv_heads, head_dim]; a slot is one token, slot ``page * page_size + offset``.
         values: likewise.
-        page_table: [rows, max_pages] int64, pages of each request row in the order of its positions.
-        context_positions: [max_pages * page_size] int64, 0, 1, 2, ...: positions of a request, kept here
-            because a step that is recorded makes no tensors of its own.
+        page_table: [rows, max_pages] int64, pages of each request row in the order of its positions; where a page
+            has left the window and was given back, 0.
+        context_positions: [max_pages * page_size] int64, 0, 1, 2, ...: kept here because a step that is recorded
+            makes no tensors of its own.
         page_size: tokens of a page.
+        group: query heads that read the same key and value head.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context_positions: Tensor,
+        *,
+        layers: Sequence[int],
+        pages: int,
+        page_size: int,
+        rows: int,
+        dtype: torch.dtype,
+        window: int | None = None,
+    ) -> None:
+        """Allocates zeroed tensors on the device of ``context_positions``; see ``PagedKV``."""
+        self.layers, self.window = layers, window
+        self.context_positions, self.page_size, self.group = context_positions, page_size, config.group
+        place, max_pages = context_positions.device, len(context_positions) // page_size
+        shape = (len(layers), pages * page_size, config.num_kv_heads, config.head_dim)
+        self.keys = torch.zeros(shape, device=place, dtype=dtype)
+        self.values = torch.zeros(shape, device=place, dtype=dtype)
+        self.page_table = torch.zeros((rows, max_pages), device=place, dtype=torch.int64)
+        self._index = {layer: index for index, layer in enumerate(layers)}
+
+    def write(self, layer_index: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores keys and values of one layer.
+
+        Args:
+            layer_index: the layer of the model.
+            slots: [T] int64; slot 0 may occur more than once.
+            key: [T, kv_heads, head_dim].
+            value: [T, kv_heads, head_dim].
+        """
+        index = self._index[layer_index]
+        self.keys[index].index_copy_(0, slots, key)
+        self.values[index].index_copy_(0, slots, value)
+
+    def read(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathers keys and values of one layer.
+
+        Args:
+            layer_index: the layer of the model.
+            slots: [requests, context] int64.
+
+        Returns:
+            Keys and values, each [requests, kv_heads, context, head_dim].
+        """
+        index, flat, shape = self._index[layer_index], slots.flatten(), slots.shape
+        keys = self.keys[index].index_select(0, flat).unflatten(0, shape).transpose(1, 2)
+        values = self.values[index].index_select(0, flat).unflatten(0, shape).transpose(1, 2)
+        return keys, values
+
+    def context(self, seq_lens: Tensor, width: int = 1) -> Tensor:
+        """The positions that a step of ``width`` new tokens of each request reads.
+
+        Args:
+            seq_lens: [requests] int64, tokens of each request, at least ``width``.
+            width: new tokens of each.
+
+        Returns:
+            int64, ascending by one: [context] from position 0 on, the same for all requests; with a window
+            [requests, context], whole pages of positions from the first that is seen on. Positions from a
+            request's length on are padding.
+        """
+        if self.window is None:
+            return self.context_positions
+        reach = self.window + width - 1
+        whole = math.ceil(reach / self.page_size) * self.page_size
+        return (seq_lens - reach).clamp_min(0).unsqueeze(1) + self.context_positions[:whole]
+
+    def slots(self, request_rows: Tensor, positions: Tensor) -> Tensor:
+        """Where positions of requests live.
+
+        Args:
+            request_rows: [requests] int64, rows of the page table.
+            positions: [requests, context] int64, below max_pages * page_size.
+
+        Returns:
+            [requests, context] int64.
+        """
+        page = self.page_table.index_select(0, request_rows).gather(1, positions // self.page_size)
+        return page * self.page_size + positions % self.page_size
+
+
+class PagedKV:
+    """The cache of a model: a pool for its full-attention layers and, if it has window layers, one for these.
+
+    Attributes:
+        full: the pool of the layers that see everything before them; a model may have none of these.
+        window: the pool of the sliding-window layers; None for a model without any.
+        context_positions: [max_pages * page_size] int64, 0, 1, 2, ..., of both pools.
+        page_size: tokens of a page, of both pools.
         group: query heads that read the same key and value head.
     """
 
@@ -41,77 +143,86 @@ class PagedKV:
         max_context: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        window_pages: int | None = None,
     ) -> None:
         """Allocates a zeroed cache.
 
         Args:
             config: the decoder's shape.
-            pages: pages in all, the reserved one included.
+            pages: pages of the full pool in all, the reserved one included.
             page_size: tokens of a page.
             rows: request rows, the reserved one included.
             max_context: longest request in tokens; rounded up to whole pages.
             device: where the tensors live.
             dtype: element type of keys and values.
+            window_pages: pages of the window pool in all; for models with window layers, and only for these.
 
         Raises:
-            InputError: if nothing is left beside the reserved row and page, or a size is not positive.
+            InputError: if nothing is left beside a reserved row or page, a size is not positive, or
+                ``window_pages`` does not fit the model.
         """
-        if pages < 2 or rows < 2:
+        sizes = {"pages": pages, "window pages": window_pages, "rows": rows}
+        short = [f"{size} {what}" for what, size in sizes.items() if size is not None and size < 2]
+        if short:
             raise InputError(
-                f"{pages} pages and {rows} rows leave none beside the reserved ones; give at least 2 of each"
+                f"{' and '.join(short)} leave none beside the reserved one; give at least 2 of each"
             )
         if page_size < 1 or max_context < 1:
             raise InputError(
                 f"page_size {page_size} and max_context {max_context} must be at least 1; give larger ones"
             )
+        if (window_pages is None) != (config.sliding_window is None):
+            raise InputError(
+                f"window_pages is {window_pages} and the model's sliding window {config.sliding_window}: "
+                "give window_pages for a model with window layers, and for no other"
+            )
         self.page_size, self.group = page_size, config.group
-        max_pages = math.ceil(max_context / page_size)
-        shape = (config.num_layers, pages * page_size, config.num_kv_heads, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.page_table = torch.zeros((rows, max_pages), device=device, dtype=torch.int64)
-        self.context_positions = torch.arange(max_pages * page_size, device=device)
+        self.context_positions = torch.arange(math.ceil(max_context / page_size) * page_size, device=device)
+        full = [layer for layer in range(config.num_layers) if layer not in config.window_layers]
+        make = partial(LayerPool, config, self.context_positions, page_size=page_size, rows=rows, dtype=dtype)
+        self.full: LayerPool = make(layers=full, pages=pages)
+        self.window: LayerPool | None = None
+        if window_pages is not None:
+            self.window = make(layers=config.window_layers, pages=window_pages, window=config.sliding_window)
+        self._pools = {layer: pool for pool in self.pools for layer in pool.layers}
+
+    @property
+    def pools(self) -> tuple[LayerPool, ...]:
+        """The full pool, then the window pool if there is one."""
+        return (self.full,) if self.window is None else (self.full, self.window)
+
+    def pool(self, layer_index: int) -> LayerPool:
+        """Where a layer of the model keeps its keys and values."""
+        return self._pools[layer_index]
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys of the full pool."""
+        return self.full.keys
+
+    @property
+    def values(self) -> Tensor:
+        """Values of the full pool."""
+        return self.full.values
+
+    @property
+    def page_table(self) -> Tensor:
+        """Page table of the full pool."""
+        return self.full.page_table
 
     def write(self, layer_index: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores keys and values of one layer.
-
-        Args:
-            layer_index: the layer.
-            slots: [T] int64; slot 0 may occur more than once.
-            key: [T, kv_heads, head_dim].
-            value: [T, kv_heads, head_dim].
-        """
-        self.keys[layer_index].index_copy_(0, slots, key)
-        self.values[layer_index].index_copy_(0, slots, value)
+        """``LayerPool.write`` for a full-attention layer."""
+        self.full.write(layer_index, slots, key, value)
 
     def read(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers keys and values of one layer.
+        """``LayerPool.read`` for a full-attention layer."""
+        return self.full.read(layer_index, slots)
 
-        Args:
-            layer_index: the layer.
-            slots: [requests, context] int64.
-
-        Returns:
-            Keys and values, each [requests, kv_heads, context, head_dim].
-        """
-        flat, shape = slots.flatten(), slots.shape
-        keys = self.keys[layer_index].index_select(0, flat).unflatten(0, shape).transpose(1, 2)
-        values = self.values[layer_index].index_select(0, flat).unflatten(0, shape).transpose(1, 2)
-        return keys, values
-
-    def context_slots(self, request_rows: Tensor, seq_lens: Tensor) -> Tensor:
-        """Where each position of each request lives.
-
-        Positions from the length on repeat the last one: whatever a free page or the rest of a page holds is
-        then not even read, as a mask alone would still multiply it by zero, and zero times NaN is NaN.
-
-        Args:
-            request_rows: [requests] int64, rows of the page table.
-            seq_lens: [requests] int64, tokens of each request, at least 1.
-
-        Returns:
-            [requests, max_pages * page_size] int64.
-        """
-        position = torch.minimum(self.context_positions, seq_lens.unsqueeze(1) - 1)
-        page = self.page_table.index_select(0, request_rows).gather(1, position // self.page_size)
-        return page * self.page_size + position % self.page_size
+    def watched(self) -> dict[str, Callable[[], Tensor]]:
+        """Everything that recordings read by address, for an ``AddressContract``."""
+        names = {"full": "kv", "window": "kv.window"} if self.window is not None else {"full": "kv"}
+        return {
+            f"{name}.{tensor}": partial(attrgetter(f"{pool}.{tensor}"), self)
+            for pool, name in names.items()
+            for tensor in ("keys", "values", "page_table")
+        }

@@ -9,8 +9,9 @@ import torch
 
 from cglab.errors import ModelError
 from cglab.models.checkpoint import check_shards, read_shards, shard_files
-from cglab.models.config import PRESETS, ModelConfig
+from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
+from cglab.models.presets import PRESETS
 from cglab.models.sources import find_folder
 from cglab.models.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from cglab.errors import ModelError
-from cglab.models.config import PRESETS
+from cglab.models.presets import PRESETS
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 

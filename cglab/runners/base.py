@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,11 +29,20 @@ from cglab.graphs.slots import Slot
 Live = TypeVar("Live")
 
 
+class Arrival(Protocol):
+    """Something that is under way: a ``torch.cuda.Event``, a handle of ``torch.distributed``."""
+
+    def wait(self) -> Any:
+        """Makes what is queued from now on come after it."""
+        ...
+
+
 @dataclass
 class GraphGroup:
     """Runners that never hold each other's outputs across a replay: one recorder, one pool, shared inputs."""
 
     device: torch.device
+    _expected: list[Arrival] = field(init=False, default_factory=list)
     recorder: Recorder = field(init=False)
     pool: Pool = field(init=False)
     shared: SharedBuffers = field(init=False)
@@ -42,6 +51,19 @@ class GraphGroup:
         self.recorder = recorder_for(self.device)
         self.pool = self.recorder.new_pool()
         self.shared = SharedBuffers()
+
+    def expect(self, arrival: Arrival) -> None:
+        """Holds the next step back until ``arrival`` has come, such as KV that is copied in on another stream.
+
+        An engine may wait layer by layer for such a copy; a replay has no waits within, so all of it comes first (P80).
+        """
+        self._expected.append(arrival)
+
+    def settle(self) -> None:
+        """Waits for what is expected; an arrival that fails is asked again by the next step."""
+        while self._expected:
+            self._expected[0].wait()
+            del self._expected[0]
 
     def close(self) -> None:
         """Gives the pool and the shared buffers back; close the runners first."""
@@ -67,7 +89,7 @@ class Runner(ABC, Generic[Live]):
 
     technique: ClassVar[str]
     inputs: Sequence[str]
-    variant: ClassVar[str | None] = None
+    variant: str | None = None
     waste_ceiling: ClassVar[float | None] = None
 
     def __init__(
@@ -77,7 +99,7 @@ class Runner(ABC, Generic[Live]):
         options = replace(
             options, inline_breaks=options.backend == "full", vary=self.vary, waste_ceiling=ceiling
         )
-        self.backend = options.backend
+        self.group, self.backend = group, options.backend
         self.captured = Captured(
             self.technique, self.step, self.slots(), buckets, group.device, options,
             recorder=group.recorder, pool=group.pool, shared=group.shared, contract=contract, variant=self.variant,
@@ -107,6 +129,10 @@ class Runner(ABC, Generic[Live]):
     def prepare(self, views: dict[str, Tensor]) -> None:
         """Before a bucket is captured: sets what is live, and writes example inputs where pad values will not do."""
 
+    def derived(self, live: Live) -> dict[str, Tensor]:
+        """Static inputs beside the caller's that follow from what is live."""
+        return {}
+
     def ineligible(self, values: Mapping[str, Tensor]) -> Miss | None:
         """The phase's own reason for running this step eager, decided before any padding."""
         return None
@@ -121,6 +147,7 @@ class Runner(ABC, Generic[Live]):
     @contextmanager
     def during(self, live: Live) -> Iterator[None]:
         """One step's extent: within, ``live`` is what breaks see; afterwards nothing is, on any way out (P56)."""
+        self.group.settle()
         self.set_live(live)
         try:
             yield
@@ -133,12 +160,12 @@ class Runner(ABC, Generic[Live]):
             miss = self.ineligible(values)
             if miss is not None:
                 return self.captured.run_eager(miss, values, self.rows(live))
-            return self.captured(**values)
+            return self.captured(**values, **self.derived(live))
 
     def run_padded_eager(self, live: Live, size: int, **values: Tensor) -> Any:
         """Oracle 1: the step at the padded size, eager, over the same static buffers."""
         with self.during(live):
-            return self.captured.run_padded_eager(values, self.rows(live), size)
+            return self.captured.run_padded_eager({**values, **self.derived(live)}, self.rows(live), size)
 
     def run_live_eager(self, live: Live, **values: Tensor) -> Any:
         """Oracle 2: the step at its live size, eager; not counted."""

@@ -1,8 +1,9 @@
 """T1, the decode step: one new token for every running request.
 
-Captured: embedding, all layers with their KV writes and attention, head and greedy sampling, for a fixed number of
-requests. Static: the weights, the paged cache and its page table, and five input slots (ids, positions, where the
-new KV goes, request rows, lengths). Padded requests point at the reserved row 0 and write to the reserved slot 0;
+Captured: embedding, all layers with their KV writes and attention, head and the choice of the next token, for a
+fixed number of requests. Static: the weights, the paged cache and its page tables, and the input slots (ids,
+positions, where the new KV goes, request rows, lengths; with sliding-window layers where their KV goes; in the form
+with sampling temperatures and seeds). Padded requests point at the reserved row 0 and write to the reserved slot 0;
 their length is 1, so that attention has something to read. In ``full`` attention is recorded inline over every row;
 in ``breakable`` it is a break in each layer that sees live requests only.
 
@@ -13,6 +14,7 @@ have moved. Each of these runs eager, or is refused, with its reason.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,10 +25,16 @@ from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
 from cglab.models.attention import DecodeAttention, LiveRows
 from cglab.models.decoder import Decoder
-from cglab.models.kv import PagedKV
+from cglab.models.kv import LayerPool, PagedKV
+from cglab.models.sampling import sample
 from cglab.runners.base import GraphGroup, Runner
 
 INPUTS = ("input_ids", "positions", "out_slots", "request_rows", "seq_lens")
+"""Slots of every decode step."""
+WINDOW_INPUTS = ("window_out_slots",)
+"""Slots that a model with sliding-window layers adds."""
+SAMPLING_INPUTS = ("temperatures", "seeds")
+"""Slots that the form with sampling adds."""
 
 
 class DecodeRunner(Runner[int]):
@@ -38,42 +46,54 @@ class DecodeRunner(Runner[int]):
         group: pool and shared buffers.
         buckets: batch sizes to capture.
         options: backend, padding and the rest.
+        sampling: draw the next token by each request's temperature and seed, instead of the most likely one.
+
+    Attributes:
+        inputs: names of this form's slots.
     """
 
     technique = "decode"
-    inputs = INPUTS
 
     def __init__(
-        self, model: Decoder, kv: PagedKV, group: GraphGroup, buckets: Sequence[int], options: Options
+        self,
+        model: Decoder,
+        kv: PagedKV,
+        group: GraphGroup,
+        buckets: Sequence[int],
+        options: Options,
+        *,
+        sampling: bool = False,
     ) -> None:
-        self.model, self.kv, self.live = model, kv, LiveRows()
-        contract = AddressContract({
-            "model": model,
-            "kv.keys": lambda: kv.keys, "kv.values": lambda: kv.values, "kv.page_table": lambda: kv.page_table,
-        })  # fmt: skip
-        super().__init__(group, buckets, contract, options)
+        self.model, self.kv, self.live, self.sampling = model, kv, LiveRows(), sampling
+        # A form of its own and not a branch on temperatures, which would freeze at their first values (P2, P37).
+        self.variant = "sampling" if sampling else None
+        windowed = kv.window is not None
+        self.inputs = INPUTS + windowed * WINDOW_INPUTS + sampling * SAMPLING_INPUTS
+        super().__init__(group, buckets, AddressContract({"model": model, **kv.watched()}), options)
 
     def slots(self) -> dict[str, Slot]:
-        """Five rows of int64, one element a request."""
+        """One element a request: int64 but for the temperatures, 0 in padding but for the lengths."""
         one = Slot(shape=(-1,), dtype=torch.int64, pad=0)
-        length = Slot(shape=(-1,), dtype=torch.int64, pad=1)
-        return {name: length if name == "seq_lens" else one for name in INPUTS}
+        others = {"seq_lens": replace(one, pad=1), "temperatures": replace(one, dtype=torch.float32)}
+        return {name: others.get(name, one) for name in self.inputs}
 
     def step(self, **inputs: Tensor) -> tuple[Tensor, Tensor]:
         """One decode step.
 
         Args:
-            **inputs: ``INPUTS``, each [requests] int64.
+            **inputs: ``self.inputs``, each [requests]; temperatures float32, all others int64.
 
         Returns:
             Next token ids [requests] int64, and logits [requests, vocabulary] in the model's dtype.
         """
         attention = DecodeAttention(
-            self.kv, out_slots=inputs["out_slots"], request_rows=inputs["request_rows"],
-            seq_lens=inputs["seq_lens"], live=self.live,
+            self.kv, out_slots=inputs["out_slots"], window_out_slots=inputs.get("window_out_slots"),
+            request_rows=inputs["request_rows"], seq_lens=inputs["seq_lens"], live=self.live,
         )  # fmt: skip
         hidden = self.model(inputs["input_ids"], inputs["positions"], attention)
         logits = self.model.logits(hidden)
+        if self.sampling:
+            return sample(logits, inputs["temperatures"], inputs["seeds"], inputs["positions"]), logits
         return logits.argmax(-1), logits
 
     def set_live(self, live: int | None) -> None:
@@ -94,19 +114,25 @@ class DecodeRunner(Runner[int]):
         return Miss(Reason.WIDTH, f"{width} tokens a request, captured 1") if width > 1 else None
 
     def vary(self, views: Mapping[str, Tensor], generator: torch.Generator) -> None:
-        """Random tokens at random positions of random rows, written to distinct slots."""
+        """Random tokens at random positions of random rows, written to distinct slots; a third of them greedy."""
         size = views["input_ids"].shape[0]
-        rows, pages = self.kv.page_table.shape
-        slots = self.kv.keys.shape[1]
 
         def draw(low: int, high: int) -> Tensor:
             return torch.randint(low, high, (size,), generator=generator)
 
-        positions = draw(0, pages * self.kv.page_size)
-        views["input_ids"].copy_(draw(0, self.model.config.vocab_size))
-        views["positions"].copy_(positions)
-        views["seq_lens"].copy_(positions + 1)
-        views["request_rows"].copy_(draw(0, rows))
-        views["out_slots"].copy_(
-            torch.randperm(slots, generator=generator)[:size] if slots >= size else draw(0, slots)
-        )
+        def distinct(pool: LayerPool) -> Tensor:
+            slots = pool.keys.shape[1]
+            return torch.randperm(slots, generator=generator)[:size] if slots >= size else draw(0, slots)
+
+        positions = draw(0, len(self.kv.context_positions))
+        drawn = {
+            "input_ids": draw(0, self.model.config.vocab_size), "positions": positions, "seq_lens": positions + 1,
+            "request_rows": draw(0, len(self.kv.page_table)), "out_slots": distinct(self.kv.full),
+        }  # fmt: skip
+        if self.kv.window is not None:
+            drawn["window_out_slots"] = distinct(self.kv.window)
+        if self.sampling:
+            drawn["temperatures"] = draw(-1, 3).clamp_min(0)
+            drawn["seeds"] = draw(-(2**63), 2**63 - 1)
+        for name, view in views.items():
+            view.copy_(drawn[name])

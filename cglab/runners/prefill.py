@@ -3,11 +3,13 @@
 Captured: embedding, all layers and the last norm, for a fixed number of tokens. Head and logits stay outside, on the
 last row of each request, because few rows need them. Static: the weights, the paged cache and its page table, and
 three input slots (ids, positions, where the new KV goes). How the tokens are split into requests, and how many are
-live, is data: attention is an eager break in each layer that reads the live spans, so one recording serves every
-split. Padded tokens write to the reserved slot 0, and their rows are zero after every break (P53).
+live, is data, so one recording serves every split. In ``breakable`` attention is an eager break in each layer that
+reads the live spans; in ``full`` it is recorded over a fixed request axis, which three more slots describe. Padded
+tokens write to the reserved slot 0, and their rows are zero after every attention (P53).
 
 It cannot: serve more tokens than its largest bucket, which is the limit up to which a capture pays, or pad a step to
-more than twice its tokens (P7). Each of these runs eager with its reason.
+more than twice its tokens (P7); in ``full``, serve more requests or more cached tokens than the axis holds. Each of
+these runs eager, in the form with spans, with its reason.
 """
 
 from __future__ import annotations
@@ -16,20 +18,23 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cglab.errors import InputError
 from cglab.graphs.address import AddressContract
-from cglab.graphs.coverage import Miss
+from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
+from cglab.models.request_axis import RequestAxisAttention
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.base import GraphGroup, Runner
 
 INPUTS = ("input_ids", "positions", "out_slots")
+REQUEST_AXIS = ("request_rows", "cu_seqlens_q", "cu_seqlens_k")
 WARMUP_LENGTH = 128
 """Tokens of an example request: a kernel's whole tile, and cheap at any bucket, as attention costs their square."""
 
@@ -43,15 +48,18 @@ class PrefillRunner(Runner[Sequence[Span]]):
         group: pool and shared buffers.
         buckets: token counts to capture; the largest is the limit above which a step runs eager.
         options: backend, padding and the rest.
+        max_requests: places on the request axis of a full recording.
+        max_cached: cached tokens, of all requests together, that a full recording has room for beside the new ones;
+            None for as many as the largest bucket has. Every layer gathers that many keys, used or not.
         warmup_length: most tokens of each request of the example that a capture warms up with (B58).
 
     Raises:
-        InputError: for a warm-up length below 1.
+        InputError: for a warm-up length or a request axis below 1, or negative room for cached tokens.
     """
 
     technique = "prefill"
     inputs = INPUTS
-    variant: ClassVar[str | None] = "prefill"
+    variant: str | None = "prefill"
     waste_ceiling: ClassVar[float | None] = 2.0
 
     def __init__(
@@ -62,11 +70,18 @@ class PrefillRunner(Runner[Sequence[Span]]):
         buckets: Sequence[int],
         options: Options,
         *,
+        max_requests: int = 16,
+        max_cached: int | None = None,
         warmup_length: int = WARMUP_LENGTH,
     ) -> None:
-        if warmup_length < 1:
-            raise InputError(f"warmup_length is {warmup_length}; give at least 1 token")
-        self.model, self.kv, self.live, self.warmup_length = model, kv, LiveSpans(), warmup_length
+        self.max_cached = max(buckets) if max_cached is None else max_cached
+        self.max_requests, self.warmup_length = max_requests, warmup_length
+        if max_requests < 1 or warmup_length < 1 or self.max_cached < 0:
+            raise InputError(
+                f"max_requests {max_requests} and warmup_length {warmup_length} must be at least 1, "
+                f"max_cached {max_cached} at least 0"
+            )
+        self.model, self.kv, self.live = model, kv, LiveSpans()
         contract = AddressContract({
             "model": model,
             "kv.keys": lambda: kv.keys, "kv.values": lambda: kv.values, "kv.page_table": lambda: kv.page_table,
@@ -74,19 +89,32 @@ class PrefillRunner(Runner[Sequence[Span]]):
         super().__init__(group, buckets, contract, options)
 
     def slots(self) -> dict[str, Slot]:
-        """Three rows of int64, one element a token."""
-        return {name: Slot(shape=(-1,), dtype=torch.int64, pad=0) for name in INPUTS}
+        """Three rows of int64, one element a token; and the request axis of a full recording, int32."""
+        tokens = {name: Slot(shape=(-1,), dtype=torch.int64, pad=0) for name in INPUTS}
+        if self.backend != "full":
+            return tokens
+        places = (self.max_requests, self.max_requests + 1, self.max_requests + 1)
+        return tokens | {
+            name: Slot(shape=(count,), dtype=torch.int32, axis=None, pad=0)
+            for name, count in zip(REQUEST_AXIS, places, strict=True)
+        }
 
     def step(self, **inputs: Tensor) -> Tensor:
         """The body of one prefill step.
 
         Args:
-            **inputs: ``INPUTS``, each [tokens] int64.
+            **inputs: ``INPUTS``, each [tokens] int64; and ``REQUEST_AXIS``, or none of it for the form with spans.
 
         Returns:
             [tokens, hidden_size]: normed hidden states in the model's dtype.
         """
-        attention = PrefillAttention(self.kv, out_slots=inputs["out_slots"], live=self.live)
+        axis = {name: inputs[name] for name in REQUEST_AXIS if inputs.get(name) is not None}
+        slots, keys = inputs["out_slots"], len(inputs["out_slots"]) + self.max_cached
+        attention = (
+            RequestAxisAttention(self.kv, out_slots=slots, keys=keys, **axis)
+            if axis
+            else PrefillAttention(self.kv, out_slots=slots, live=self.live)
+        )
         hidden: Tensor = self.model(inputs["input_ids"], inputs["positions"], attention)
         return hidden
 
@@ -112,21 +140,52 @@ class PrefillRunner(Runner[Sequence[Span]]):
         """A token is a row."""
         return sum(span.length for span in live)
 
+    def derived(self, live: Sequence[Span]) -> dict[str, Tensor]:
+        """The request axis of a full recording, in one copy; absent requests start at the end with length 0 (P27)."""
+        if self.backend != "full":
+            return {}
+        absent = self.max_requests - len(live)
+        rows = [span.row for span in live] + [0] * absent
+        queries = list(accumulate((s.length for s in live), initial=0))
+        keys = list(accumulate((s.end for s in live), initial=0))
+        packed = [*rows, *queries, *[queries[-1]] * absent, *keys, *[keys[-1]] * absent]
+        on_device = torch.from_numpy(np.array(packed, dtype=np.int32)).to(
+            self.kv.page_table.device, non_blocking=True
+        )
+        places = (self.max_requests, self.max_requests + 1, self.max_requests + 1)
+        return dict(zip(REQUEST_AXIS, on_device.split(places), strict=True))
+
     def ineligible(self, values: Mapping[str, Tensor]) -> Miss | None:
-        """Nothing but the size sends a breakable step eager.
+        """What does not fit a full recording; nothing but the size sends a breakable step eager.
 
         Raises:
             InputError: if the spans are not as long as the inputs.
         """
-        tokens, given = self.rows(self.live.spans), values["input_ids"].shape[0]
+        spans = self.live.spans
+        tokens, given = self.rows(spans), values["input_ids"].shape[0]
         if tokens != given:
             raise InputError(f"the spans have {tokens} tokens, the inputs {given}; give one span a request")
-        return None
+        if self.backend != "full":
+            return None
+        if len(spans) > self.max_requests:
+            return Miss(Reason.MORE_REQUESTS, f"{len(spans)} requests, the axis holds {self.max_requests}")
+        cached = sum(span.start for span in spans)
+        if cached > self.max_cached:
+            return Miss(Reason.MORE_KEYS, f"{cached} cached tokens, there is room for {self.max_cached}")
+        bucket = self.captured.pad(tokens)
+        return bucket if isinstance(bucket, Miss) else None
 
     def prepare(self, views: dict[str, Tensor]) -> None:
         """Requests of the warm-up length at the reserved row; their KV goes to the reserved slot (P28, P44)."""
         size, length = views["input_ids"].shape[0], self.warmup_length
-        self.set_live([Span(0, 0, min(length, size - start)) for start in range(0, size, length)])
+        if self.backend == "full":  # as many as the axis holds
+            length = max(length, -(-size // self.max_requests))
+        self._place([Span(0, 0, min(length, size - start)) for start in range(0, size, length)], views)
+
+    def _place(self, spans: Sequence[Span], views: Mapping[str, Tensor]) -> None:
+        self.set_live(spans)
+        for name, value in self.derived(spans).items():
+            views[name].copy_(value)
 
     def vary(self, views: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Random tokens at random positions, written to distinct slots; requests of other lengths, some cached."""
@@ -142,10 +201,12 @@ class PrefillRunner(Runner[Sequence[Span]]):
         views["out_slots"].copy_(
             torch.randperm(slots, generator=generator)[:size] if slots >= size else draw(slots)
         )
-        spans, left = [], size
+        spans: list[Span] = []
+        left, cached = size, self.max_cached
         while left:
-            length = 1 + int(draw(min(left, context), 1))
-            start = int(draw(context - length + 1, 1))
+            last = self.backend == "full" and len(spans) + 1 == self.max_requests
+            length = left if last else 1 + int(draw(min(left, context), 1))
+            start = int(draw(max(min(context - length, cached), 0) + 1, 1))
             spans.append(Span(int(draw(rows, 1)), start, length))
-            left -= length
-        self.set_live(spans)
+            left, cached = left - length, cached - start
+        self._place(spans, views)

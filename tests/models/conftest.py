@@ -30,10 +30,12 @@ TINY = ModelConfig(
 class PagedRunner:
     """Requests on scattered pages: prefill and decode by the attention classes, without an engine.
 
-    Request i has row i + 1. Pages are dealt out round robin, so that no request's pages are neighbours.
+    Request i has row i + 1. Pages are dealt out round robin, so that no request's pages are neighbours. In a pool for
+    sliding windows a request has just as many pages as a step of ``widest`` new tokens can see, and what it does not
+    see is NaN.
     """
 
-    def __init__(self, model, requests, max_context, *, page_size=4, device="cpu"):
+    def __init__(self, model, requests, max_context, *, page_size=4, device="cpu", widest=1):
         self.model, self.device, self.page_size = model, device, page_size
         dtype = model.norm.weight.dtype
         each = -(-max_context // page_size)
@@ -45,10 +47,34 @@ class PagedRunner:
             max_context=max_context,
             device=device,
             dtype=dtype,
+            window_pages=self.start_windows(requests, widest),
         )
         self.pages = 1 + torch.arange(requests * each).view(each, requests).t().contiguous()
         self.kv.page_table[1:] = self.pages.to(device)
         self.lengths = [0] * requests
+
+    def start_windows(self, requests, widest):
+        """How many pages the window pool needs, if there is one."""
+        window, self.held = self.model.config.sliding_window, [set() for _ in range(requests)]
+        if window is None:
+            return None
+        self.ring = -(-(window + widest - 2) // self.page_size) + 1
+        return 1 + requests * self.ring
+
+    def slide(self, request, width):
+        """Maps the pages that the last ``width`` tokens of a request see and drops all others, to slots out."""
+        pool, size, length = self.kv.window, self.page_size, self.lengths[request]
+        first = max(length - width - pool.window + 1, 0)
+        seen = set(range(first // size, (length - 1) // size + 1))
+        place = {page: 1 + request * self.ring + page % self.ring for page in seen | self.held[request]}
+        for page in seen ^ self.held[request]:  # dropped, or taken and not written yet
+            for cache in (pool.keys, pool.values):
+                cache[:, place[page] * size : (place[page] + 1) * size] = float("nan")
+        self.held[request] = seen
+        pool.page_table[request + 1] = 0
+        for page in seen:
+            pool.page_table[request + 1, page] = place[page]
+        return torch.tensor([place[i // size] * size + i % size for i in range(length - width, length)])
 
     def slots(self, request, start, count):
         """Where positions start .. start + count of a request live."""
@@ -71,13 +97,15 @@ class PagedRunner:
 
     def decode_inputs(self, tokens, padding=0, width=1):
         """Tensors of a decode step for {request: token ids}, with padded requests after the live ones."""
-        ids, positions, slots = [], [], []
+        ids, positions, slots, window_slots = [], [], [], []
         for request, new in tokens.items():
             start = self.lengths[request]
             ids.append(torch.as_tensor(new))
             positions.append(torch.arange(start, start + width))
             slots.append(self.slots(request, start, width))
             self.lengths[request] += width
+            if self.kv.window is not None:
+                window_slots.append(self.slide(request, width))
         idle = torch.zeros(padding * width, dtype=torch.int64)
         rows = torch.tensor([request + 1 for request in tokens] + [0] * padding)
         lens = torch.tensor([self.lengths[request] for request in tokens] + [width] * padding)
@@ -87,6 +115,7 @@ class PagedRunner:
             "out_slots": self._join([*slots, idle]),
             "rows": rows.to(self.device),
             "lens": lens.to(self.device),
+            **({"window_out_slots": self._join([*window_slots, idle])} if window_slots else {}),
         }
 
     def step(self, inputs, width=1, live=None):
@@ -98,6 +127,7 @@ class PagedRunner:
             seq_lens=inputs["lens"],
             width=width,
             live=live,
+            window_out_slots=inputs.get("window_out_slots"),
         )
         return self.model(inputs["ids"], inputs["positions"], attend)
 
@@ -110,12 +140,14 @@ class PagedRunner:
         return torch.cat(parts).to(self.device)
 
 
-def causal(query, key, value):
+def causal(query, key, value, window=None):
     """Attention of one request over its own tokens, spelt out: the reference without a cache."""
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[2] ** 0.5
-    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    every = torch.ones_like(scores, dtype=torch.bool)
+    unseen = every.triu(1) if window is None else every.triu(1) | every.tril(-window)
+    scores = scores.masked_fill(unseen, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
 
 
@@ -125,8 +157,12 @@ def whole():
 
     @torch.no_grad()
     def run(model, tokens):
-        ids = torch.as_tensor(tokens)
-        return model(ids, torch.arange(len(ids)), lambda _, query, key, value: causal(query, key, value))
+        ids, config = torch.as_tensor(tokens), model.config
+
+        def attend(layer, query, key, value):
+            return causal(query, key, value, config.sliding_window if layer in config.window_layers else None)
+
+        return model(ids, torch.arange(len(ids)), attend)
 
     return run
 

@@ -1,9 +1,11 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from cglab.errors import ModelError
-from cglab.models.config import PRESETS, Llama3Scaling, ModelConfig
+from cglab.models.config import Llama3Scaling, ModelConfig
+from cglab.models.presets import PRESETS
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,6 +66,79 @@ def test_end_tokens_are_those_that_generation_uses(read):
     assert read(LLAMA | {"eos_token_id": 2}).eos_token_ids == (2,)
     assert read(LLAMA | {"eos_token_id": 2, "bos_token_id": 1}).bos_token_id == 1
     assert read(LLAMA | {"eos_token_id": 2}, {"eos_token_id": [2, 5]}).eos_token_ids == (2, 5)
+
+
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"]}
+SLIDING = {"use_sliding_window": True, "sliding_window": 64}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window": 64},
+        {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+        SLIDING,
+        SLIDING | {"max_window_layers": 0},
+        SLIDING | {"max_window_layers": 2},
+        SLIDING | {"max_window_layers": 3},
+        SLIDING | {"max_window_layers": 3, "layer_types": MIXED},
+        SLIDING | {"layer_types": ["full_attention"] * 3},
+        {"layer_types": ["full_attention"] * 3},
+    ],
+    ids=str,
+)
+def test_windows_are_read_as_transformers_reads_them(read, fields):
+    from transformers import Qwen3Config
+
+    ours, theirs = read(QWEN3 | fields), Qwen3Config(num_hidden_layers=3, **fields)
+    windowed = tuple(i for i, kind in enumerate(theirs.layer_types) if kind == "sliding_attention")
+    assert ours.window_layers == windowed
+    assert ours.sliding_window == (theirs.sliding_window if windowed else None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"layer_types": MIXED},
+            "layer_types without use_sliding_window is sliding_attention; supported: full",
+        ),
+        (
+            SLIDING | {"sliding_window": None, "layer_types": MIXED},
+            "without use_sliding_window is sliding_attention",
+        ),
+        (
+            SLIDING | {"layer_types": ["chunked_attention"] * 3},
+            "layer_types is chunked_attention; supported: full_attention, sliding_attention",
+        ),
+        (
+            SLIDING | {"layer_types": MIXED[:2]},
+            r"layer_types is \[.*\], a list of 3, one for each layer, is expected",
+        ),
+        (SLIDING | {"layer_types": "full_attention"}, "layer_types is 'full_attention', a list of names"),
+        (SLIDING | {"layer_types": [1, 2, 3]}, r"layer_types is \[1, 2, 3\], a list of names"),
+        (SLIDING | {"sliding_window": 0, "max_window_layers": 1}, "sliding_window is 0, a positive integer"),
+        (SLIDING | {"max_window_layers": -1}, "max_window_layers is -1, an integer from 0"),
+        (SLIDING | {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, an integer up to 1000"),
+    ],
+)
+def test_windows_that_no_layer_computes_are_told(read, change, message):
+    with pytest.raises(ModelError, match=message):
+        read(QWEN3 | change)
+
+
+@pytest.mark.parametrize(
+    ("window", "layers"),
+    [(None, (1,)), (64, ()), (0, (1,)), (64, (3,)), (64, (-1,)), (64, (2, 1)), (64, (1, 1))],
+)
+def test_a_window_and_its_layers_belong_together(read, window, layers):
+    with pytest.raises(ModelError, match=rf"a sliding window of {window} in layers .* of 3: give"):
+        replace(read(LLAMA), sliding_window=window, window_layers=layers)
 
 
 @pytest.mark.parametrize(

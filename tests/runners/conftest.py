@@ -1,6 +1,7 @@
 """A small decoder with a filled cache, and every kind of runner over it."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ CONFIG = ModelConfig(
     "Qwen3ForCausalLM", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=8, max_position=64, qk_norm=True, tie_embeddings=True,
 )  # fmt: skip
+WINDOWED = replace(CONFIG, num_layers=3, sliding_window=6, window_layers=(0, 2))
 ROWS, PAGE, PAGES_A_ROW = 9, 4, 4
 
 
@@ -44,6 +46,8 @@ def frozen_heap():
 class World:
     """A model, a cache whose rows 1 to 8 own their pages, and a runner over both."""
 
+    config, window_pages = CONFIG, None
+
     def __init__(
         self,
         device,
@@ -51,19 +55,21 @@ class World:
         buckets=(1, 2, 4, 8),
         *,
         dtype=torch.float32,
+        kv_dtype=None,
         group=None,
         seed=0,
         settings=None,
         **options,
     ):
         self.device = device
-        self.model = random_model(CONFIG, device=device, dtype=dtype, seed=seed)
-        self.kv = PagedKV(CONFIG, pages=(ROWS - 1) * PAGES_A_ROW + 1, page_size=PAGE, rows=ROWS,
-                          max_context=PAGE * PAGES_A_ROW, device=device, dtype=dtype)  # fmt: skip
+        self.model = random_model(self.config, device=device, dtype=dtype, seed=seed)
+        self.kv = PagedKV(self.config, pages=(ROWS - 1) * PAGES_A_ROW + 1, page_size=PAGE, rows=ROWS,
+                          max_context=PAGE * PAGES_A_ROW, device=device, dtype=kv_dtype or dtype,
+                          window_pages=self.window_pages)  # fmt: skip
         pages = torch.arange(1, (ROWS - 1) * PAGES_A_ROW + 1, device=device)
         self.kv.page_table[1:] = pages.view(ROWS - 1, PAGES_A_ROW)
         generator = torch.Generator().manual_seed(seed)
-        for cache in (self.kv.keys, self.kv.values):
+        for cache in self.tensors():
             cache[:, PAGE:].copy_(torch.randn(cache[:, PAGE:].shape, generator=generator))
         self.group = group or GraphGroup(device)
         self.runner = self.make_runner(
@@ -71,7 +77,11 @@ class World:
         )
 
     def make_runner(self, buckets, options, settings):
-        return DecodeRunner(self.model, self.kv, self.group, buckets, options)
+        return DecodeRunner(self.model, self.kv, self.group, buckets, options, **settings)
+
+    def tensors(self):
+        """Keys and values of every pool."""
+        return [cache for pool in self.kv.pools for cache in (pool.keys, pool.values)]
 
     def slots_of(self, row):
         return [page * PAGE + i for page in self.kv.page_table[row].tolist() for i in range(PAGE)]
@@ -104,6 +114,24 @@ class World:
     def close(self):
         self.runner.close()
         self.group.close()
+
+
+class WindowWorld(World):
+    """The same with sliding-window layers: each row has as many pages as a window touches, and uses them in turn."""
+
+    config, ring = WINDOWED, 3
+    window_pages = (ROWS - 1) * ring + 1
+
+    def inputs(self, lengths, tokens=None):
+        """Maps the window's pages of rows 1, 2, ... and no others: the pages before are dropped."""
+        table = torch.zeros_like(self.kv.window.page_table, device="cpu")
+        for row, length in enumerate(lengths, 1):
+            for page in range(max(length - self.config.sliding_window, 0) // PAGE, (length - 1) // PAGE + 1):
+                table[row, page] = 1 + (row - 1) * self.ring + page % self.ring
+        self.kv.window.page_table.copy_(table)
+        last = torch.tensor(lengths) - 1
+        slots = table[torch.arange(1, len(lengths) + 1), last // PAGE] * PAGE + last % PAGE
+        return {**super().inputs(lengths, tokens), "window_out_slots": slots.to(self.device)}
 
 
 class PrefillWorld(World):
@@ -143,6 +171,12 @@ class PrefillWorld(World):
 def world(device):
     """Makes worlds and closes them."""
     yield from worlds(device, World)
+
+
+@pytest.fixture
+def windows(device):
+    """Makes worlds with sliding-window layers and closes them."""
+    yield from worlds(device, WindowWorld)
 
 
 @pytest.fixture

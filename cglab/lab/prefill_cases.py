@@ -1,0 +1,108 @@
+"""Random sequences of prefill batches: chunks of several requests, some after cached tokens, some a single token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cglab.engine.batches import Chunk
+from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
+from cglab.engine.memory import CacheLayout, RequestMemory
+from cglab.engine.requests import Request
+from cglab.graphs.options import Options
+from cglab.lab.oracles import Outcome, Step, StepOracles
+from cglab.models.kv import PagedKV
+from cglab.models.loading import LoadedModel
+from cglab.runners.prefill import PrefillRunner
+
+BUCKETS = (4, 8, 16, 32)
+LARGEST = 40  # tokens; above the largest bucket, so that eager steps are among the cases
+MOST_REQUESTS = 5
+MAX_CONTEXT = 96
+STEPS = (2, 4)
+
+
+class PrefillOracles(StepOracles[PrefillRunner]):
+    """The prefill runner, breakable and full, padded and exact."""
+
+    technique = "prefill"
+    heights = (*BUCKETS[1:], 2 * BUCKETS[-1])
+
+    def __init__(self, loaded: LoadedModel, device: torch.device, seed: int) -> None:
+        kv = PagedKV(
+            loaded.config, pages=MOST_REQUESTS * MAX_CONTEXT // 16 + 1, rows=MOST_REQUESTS + 1,
+            max_context=MAX_CONTEXT, device=device, dtype=loaded.model.embedding.weight.dtype,
+        )  # fmt: skip
+        generator = torch.Generator(device).manual_seed(seed)
+        for cache in (kv.keys, kv.values):
+            cache.normal_(generator=generator)
+        layout = CacheLayout(kv.keys.shape[1] // kv.page_size, kv.page_size, MOST_REQUESTS + 1, MAX_CONTEXT)
+        self.memory = RequestMemory(layout, MAX_CONTEXT, prefix_reuse=False)
+        super().__init__(loaded, kv, device, seed)
+
+    def make_runners(self) -> dict[tuple[str, bool], PrefillRunner]:
+        """Breakable and full, padded and exact."""
+        return {
+            (mode, padding): PrefillRunner(
+                self.loaded.model, self.kv, self.group, BUCKETS, Options(mode, padding=padding, strict=True)
+            )
+            for mode in ("breakable", "full")
+            for padding in (True, False)
+        }
+
+    def sequence(self, runner: PrefillRunner, where: dict[str, Any]) -> None:
+        """A few steps; each takes the next chunk of requests that came, or of new ones."""
+        requests: list[Request] = []
+        try:
+            for step in range(int(self.random.integers(*STEPS))):
+                chunks = self._chunks(requests, runner)
+                write_page_tables(self.kv, requests)
+                tokens = sum(chunk.length for chunk in chunks)
+                at = where | {"step": step, "tokens": tokens, "spans": len(chunks)}
+                inputs = step_inputs(chunks, runner.inputs, self.kv)
+                self.check(runner, Step(spans_of(chunks), tokens, inputs), at)
+                for chunk in chunks:
+                    self.memory.advance(chunk.request, chunk.length)
+        finally:
+            for request in requests:
+                self.memory.release(request)
+
+    def _chunks(self, requests: list[Request], runner: PrefillRunner) -> list[Chunk]:
+        """A random number of tokens, split at random over random requests; at times a captured size exactly."""
+        draw = self.random.integers
+        exact = not runner.captured.options.padding or draw(3) == 0
+        left = int(draw(1, LARGEST + 1)) if not exact or draw(4) == 0 else int(self.random.choice(BUCKETS))
+        for request in [request for request in requests if draw(2)]:
+            requests.remove(request)
+            self.memory.release(request)
+        for index in range(len(requests), int(draw(1, MOST_REQUESTS + 1))):
+            prompt = self.random.integers(0, self.loaded.config.vocab_size, MAX_CONTEXT).tolist()
+            request = Request(index, prompt, 1)
+            self.memory.admit(request, spare=0)
+            # Some find tokens of theirs in the cache: whatever it holds there is what they were.
+            self.memory.advance(request, int(draw(MAX_CONTEXT // 2)) if draw(2) else 0)
+            requests.append(request)
+        chunks = []
+        for request in self.random.permutation(len(requests)).tolist():
+            room = min(left, MAX_CONTEXT - requests[request].computed)
+            last = request == len(requests) - 1
+            length = room if last or draw(4) == 0 else int(draw(0, room + 1))
+            if length:
+                chunks.append(Chunk(requests[request], requests[request].computed, length, last=False))
+                left -= length
+        return chunks or self._chunks(requests, runner)
+
+    def results(self, runner: PrefillRunner, output: Any, step: Step) -> Outcome:
+        """Hidden states of every token; logits and greedy tokens after the last of each request."""
+        logits = runner.last_logits(output, step.live)
+        return {"hidden": output, "logits": logits, "tokens": logits.argmax(-1)}
+
+    def hostile(self, step: Step) -> Mapping[str, int]:
+        """The first request's row and page, for every slot."""
+        slot = int(step.inputs["out_slots"][0]) // self.kv.page_size * self.kv.page_size
+        return {
+            "input_ids": self.loaded.config.vocab_size - 1, "positions": MAX_CONTEXT - 1,
+            "out_slots": slot, "request_rows": step.live[0].row,
+        }  # fmt: skip
