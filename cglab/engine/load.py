@@ -188,6 +188,7 @@ def drive(
 
     Raises:
         InputError: if the server is busy with other requests, cannot hold the shared prefix, or the time is none.
+        Exception: what a step raises ends the run; the server is left idle.
     """
     if not server.idle:
         raise InputError("the server has requests of others; let it become idle before a load is measured")
@@ -239,6 +240,8 @@ class _Drive:
         finally:
             for request in () if server.idle else self.in_flight:
                 server.cancel(request)
+            while not server.idle:  # ends that were not told yet
+                server.step()
 
     def _refill(self) -> None:
         """Sends a request for each one that ended, some of which end at once."""

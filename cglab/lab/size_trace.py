@@ -1,10 +1,10 @@
 """Traces of sizes: how many steps of each live size a run had, by phase. What a bucket planner works from.
 
-Every runner's coverage counts live sizes, so a trace is recorded by looking before and after::
+It is recorded from the steps of an engine, or from what coverage counted::
 
-    recorder = SizeRecorder({"decode": decode_runner, "prefill": prefill_runner})
-    drive(engine, load, vocabulary)
-    recorder.trace("chat", model="qwen3-8b", load=load.as_dict()).save()
+    with engine.watched() as steps:
+        drive(engine, load, vocabulary)
+    SizeTrace.from_steps("chat", steps, model="qwen3-8b", load=load.as_dict()).save()
 
 A trace holds no times: with a scheduler that never looks at a clock it is the same on every machine.
 """
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
+from cglab.engine.engine import StepRecord
 from cglab.errors import InputError, ResultsError
 from cglab.graphs.coverage import Coverage
 from cglab.measure.records import replace_file
@@ -63,6 +65,41 @@ class SizeTrace:
                 raise InputError(
                     f"phase {phase!r} of trace {self.name!r} has {what}; sizes and counts are whole numbers from 1"
                 )
+
+    @classmethod
+    def from_steps(cls, name: str, steps: Iterable[StepRecord], **source: Any) -> Self:
+        """A trace of what an engine computed.
+
+        Args:
+            name: of the trace.
+            steps: as ``engine.watched()`` noted them; a step's live size is its tokens, one a request in decode.
+            **source: what was run.
+
+        Raises:
+            InputError: if there was no step.
+        """
+        phases: dict[str, Counter[int]] = {}
+        for step in steps:
+            phases.setdefault(step.kind, Counter())[step.tokens] += 1
+        return cls(name, phases, source)
+
+    @classmethod
+    def from_coverage(cls, name: str, coverage: Mapping[str, Coverage], **source: Any) -> Self:
+        """A trace of what runners counted; phases without a step, and steps without a live row, are left out.
+
+        Args:
+            name: of the trace.
+            coverage: by phase, as ``runner.coverage() - before`` gives it.
+            **source: what was run.
+
+        Raises:
+            InputError: if there was no step at all.
+        """
+        live = {
+            phase: {size: count for size, count in counts.live_sizes.items() if size}
+            for phase, counts in coverage.items()
+        }
+        return cls(name, {phase: sizes for phase, sizes in live.items() if sizes}, source)
 
     def steps(self, phase: str) -> dict[int, int]:
         """Number of steps by live size of one phase, ascending.
@@ -147,43 +184,3 @@ def load_size_trace(name: str, folder: str | Path | None = None) -> SizeTrace:
 
 def _path(name: str, folder: str | Path | None) -> Path:
     return (read_settings().data / "traces" if folder is None else Path(folder)) / f"{name}.json"
-
-
-class Counted(Protocol):
-    """What is read of a runner."""
-
-    def coverage(self) -> Coverage:
-        """Its steps so far."""
-        ...
-
-
-class SizeRecorder:
-    """Counts the live sizes that runners see from now on.
-
-    Args:
-        runners: by phase.
-    """
-
-    def __init__(self, runners: Mapping[str, Counted]) -> None:
-        self.runners = dict(runners)
-        self._before = {phase: runner.coverage().copy() for phase, runner in self.runners.items()}
-
-    def trace(self, name: str, **source: Any) -> SizeTrace:
-        """The steps since then; phases that had none, and steps without a live row, are left out.
-
-        Args:
-            name: of the trace.
-            **source: what was run: model, load, ...
-
-        Raises:
-            InputError: if there was no step at all.
-        """
-        counted = {
-            phase: (runner.coverage() - self._before[phase]).live_sizes
-            for phase, runner in self.runners.items()
-        }
-        phases = {
-            phase: {size: count for size, count in sorted(sizes.items()) if size}
-            for phase, sizes in counted.items()
-        }
-        return SizeTrace(name, {phase: sizes for phase, sizes in phases.items() if sizes}, source)

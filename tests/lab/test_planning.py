@@ -2,8 +2,7 @@
 
 import json
 import math
-from functools import cache, partial
-from types import SimpleNamespace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -11,17 +10,17 @@ from hypothesis import strategies as st
 
 import cglab
 from cglab.engine.batches import PrefillBatch, SchedulerOptions
+from cglab.engine.engine import StepRecord
 from cglab.engine.load import Load, drive
 from cglab.engine.memory import CacheLayout
 from cglab.engine.scheduler import Scheduler
 from cglab.errors import BucketError, InputError
 from cglab.graphs.backends import CaptureCost
-from cglab.graphs.coverage import Coverage
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.planner import BucketBudget, BucketCosts
 from cglab.lab.bucket_costs import Measured, measured_costs
 from cglab.lab.planning import PHASES, plan
-from cglab.lab.size_trace import SizeRecorder, SizeTrace
+from cglab.lab.size_trace import SizeTrace
 from tests.graphs.test_planner import brute_force
 
 
@@ -36,15 +35,12 @@ def ledger(sizes, pool=lambda size: 0, device=lambda size: 100, seconds=lambda s
 
 
 class Counting:
-    """The real scheduler on a model of one token, counting live sizes as runners do."""
+    """The real scheduler on a model of one token, noting its steps as the engine does."""
 
     def __init__(self, budget, rows):
         layout = CacheLayout(pages=4096, page_size=16, rows=rows + 1, max_context=65536)
         self.scheduler = Scheduler(layout, SchedulerOptions(budget))
-        self.counts = {phase: Coverage() for phase in ("decode", "prefill")}
-        self.runners = {
-            phase: SimpleNamespace(coverage=partial(self.counts.__getitem__, phase)) for phase in self.counts
-        }
+        self.steps = []
         self.time = 0.0
 
     @property
@@ -60,8 +56,8 @@ class Counting:
 
     def step(self):
         batch = self.scheduler.plan(self.now())
-        phase = "prefill" if isinstance(batch, PrefillBatch) else "decode"
-        self.counts[phase].hit("all", 1 << 20, batch.tokens)
+        kind = "prefill" if isinstance(batch, PrefillBatch) else "decode"
+        self.steps.append(StepRecord(kind, len(batch.requests), batch.tokens, 0.0))
         return self.scheduler.commit(batch, [0] * sum(chunk.last for chunk in batch.chunks), self.now())
 
     def cancel(self, request):
@@ -91,10 +87,9 @@ LOADS = {
 def recorded(name, large):
     """A trace that the scheduler and the load generator made: small enough for brute force, or of a real size."""
     server = Counting(*((2048, 48) if large else (9, 9)))
-    recorder = SizeRecorder(server.runners)
     load = Load(120 if large else 40, 64 if large else 12, **LOADS[name][large])
     drive(server, load, 1000)
-    return recorder.trace(name, load=load.as_dict())
+    return SizeTrace.from_steps(name, server.steps, load=load.as_dict())
 
 
 def test_traces_hold_the_sizes_that_the_scheduler_made():
@@ -223,16 +218,18 @@ def test_a_list_that_cannot_run_the_trace_has_no_time_in_a_record():
     assert result.as_dict()["outcomes"]["SGLang's list"]["time_ms"] is None
 
 
-def test_a_real_ledger_of_the_tape_is_planned_with():
-    with cglab.open("pico-gqa", device="cpu", max_batch=6, max_context=32, buckets=[1, 2, 3, 4, 6]) as lab:
+def test_a_load_on_the_engine_is_recorded_and_planned_for_with_the_runners_own_ledger():
+    with cglab.open("pico-gqa", device="cpu", max_batch=6, max_context=64, buckets=[1, 2, 3, 4, 6]) as lab:
+        lab.captures.decode, lab.captures.prefill = "full", "eager"
         runner = lab.runner("full")
-        recorder = SizeRecorder({"decode": runner})
-        lab.captures.decode = "full"
-        lab.generate([[5, 6, 7]] * 5, max_new_tokens=[2, 4, 4, 6, 8])
-        trace = recorder.trace("tape", model="pico-gqa")
+        before = runner.coverage().copy()
+        with lab.engine.watched() as steps:
+            drive(lab.engine, Load(9, 5, (3, 9), (1, 8)), lab.config.vocab_size)
+        trace = SizeTrace.from_steps("tape", steps, model="pico-gqa")
+        counted = SizeTrace.from_coverage("tape", {"decode": runner.coverage() - before})
         costs = measured_costs(runner.captured.ledger, {1: 5.0, 6: 6.0}, {1: 9.0, 6: 9.0})
+    assert counted.steps("decode") == trace.steps("decode") and max(trace.steps("decode")) == 5
     result = plan(trace, "decode", costs)
-    assert set(trace.steps("decode")) <= {1, 2, 3, 4, 5} and sum(trace.steps("decode").values()) == 7
     assert costs.maximum == 6 and costs.pool_bytes > 0
     assert result.plan.sglang.buckets == (1, 2, 4, 6)
     assert result.plan.chosen.time_ms <= result.plan.sglang.time_ms

@@ -1,7 +1,6 @@
 """Traces of sizes: recorded from coverage, kept in files, refused where they are none."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,34 +8,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cglab
+from cglab.engine.engine import StepRecord
 from cglab.errors import InputError, ResultsError
-from cglab.lab.size_trace import SizeRecorder, SizeTrace, load_size_trace
+from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.lab.size_trace import SizeTrace, load_size_trace
 
 STEPS = st.dictionaries(st.integers(1, 8192), st.integers(1, 10**9), min_size=1)
 TRACE = SizeTrace("chat-8", {"decode": {2: 5, 1: 3}, "prefill": {512: 1}}, {"model": "pico-gqa"})
 
 
-def test_a_recorder_counts_what_a_captured_step_sees_from_then_on():
+def test_coverage_of_a_captured_function_is_a_trace():
     with cglab.capture(lambda x: x * 2, slots={"x": cglab.Slot()}, buckets=(1, 2, 4)) as step:
         step(x=torch.ones(3))
-        recorder = SizeRecorder({"decode": step, "prefill": step})
+        before = step.coverage().copy()
         for live in (1, 3, 3, 4, 9):  # 9 is above the largest bucket, and counts all the same
             step(x=torch.ones(live))
-        trace = recorder.trace("toy", model="none")
-    assert trace.phases == {"decode": {1: 1, 3: 2, 4: 1, 9: 1}, "prefill": {1: 1, 3: 2, 4: 1, 9: 1}}
+        trace = SizeTrace.from_coverage("toy", {"decode": step.coverage() - before}, model="none")
+    assert trace.phases == {"decode": {1: 1, 3: 2, 4: 1, 9: 1}}
     assert trace.source == {"model": "none"}
 
 
 def test_phases_without_a_step_and_empty_batches_are_left_out():
-    counted = cglab.graphs.coverage.Coverage()
-    runner = SimpleNamespace(coverage=lambda: counted)
-    idle = SimpleNamespace(coverage=lambda: cglab.graphs.coverage.Coverage())
-    recorder = SizeRecorder({"decode": runner, "prefill": idle})
+    counts = Coverage()
     with pytest.raises(InputError, match="no phase"):
-        recorder.trace("nothing")
-    counted.hit("4", 4, 3)
-    counted.miss(cglab.graphs.coverage.Miss(cglab.graphs.coverage.Reason.EMPTY_BATCH), 0)
-    assert recorder.trace("one").phases == {"decode": {3: 1}}
+        SizeTrace.from_coverage("nothing", {"decode": counts})
+    counts.hit("4", 4, 3)
+    counts.miss(Miss(Reason.EMPTY_BATCH), 0)
+    assert SizeTrace.from_coverage("one", {"decode": counts, "prefill": Coverage()}).phases == {
+        "decode": {3: 1}
+    }
+
+
+def test_the_steps_of_an_engine_are_a_trace():
+    steps = [
+        StepRecord("prefill", 2, 30, 0.1),
+        StepRecord("decode", 2, 2, 0.1),
+        StepRecord("decode", 2, 2, 0.1),
+        StepRecord("decode", 1, 1, 0.1),
+    ]
+    assert SizeTrace.from_steps("short", steps).phases == {"prefill": {30: 1}, "decode": {2: 2, 1: 1}}
+    with pytest.raises(InputError, match="no phase"):
+        SizeTrace.from_steps("nothing", [])
 
 
 @given(st.dictionaries(st.sampled_from(["decode", "prefill", "verify"]), STEPS, min_size=1))
