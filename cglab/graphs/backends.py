@@ -51,6 +51,14 @@ class CaptureCost:
     breaks: int
     warmups: int
 
+    def as_row(self) -> dict[str, Any]:
+        """Plain values for a table, times in milliseconds."""
+        return {
+            "bucket": str(self.key), "warmup_ms": self.warmup_seconds * 1e3, "capture_ms": self.capture_seconds * 1e3,
+            "pool_bytes": self.pool_bytes, "device_bytes": self.device_bytes, "nodes": self.nodes,
+            "breaks": self.breaks, "warmups": self.warmups,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Artifact:

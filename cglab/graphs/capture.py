@@ -175,6 +175,11 @@ class CapturedFunction:
         """Sizes with a recording."""
         return self._captured.captured_sizes if self._captured else []
 
+    @property
+    def unused_sizes(self) -> list[int]:
+        """Buckets that no call has used."""
+        return self._captured.unused_sizes if self._captured else list(self._buckets)
+
     def close(self) -> None:
         """Gives everything back."""
         if self._captured is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from cglab.errors import ClosedError, OutputStructureError, PoolBusyError
+from cglab.errors import ClosedError, PoolBusyError
 from cglab.graphs.address import AddressContract
 from cglab.graphs.backends import BACKENDS, CaptureCost, check_backend
 from cglab.graphs.breaks import capturing
@@ -26,11 +26,11 @@ from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.dispatch import choose_bucket, live_size
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.options import MANY_SHAPES, Options, warn_of_many_shapes
-from cglab.graphs.outputs import LiveView, Stored
+from cglab.graphs.outputs import LiveView, Stored, trimmed
 from cglab.graphs.recorder import Pool, Recorder
 from cglab.graphs.recorders import recorder_for
 from cglab.graphs.recordings import Prepare, Recordings
-from cglab.graphs.slots import Padding, Slot
+from cglab.graphs.slots import Slot
 
 _alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 
@@ -79,6 +79,8 @@ class Captured:
             else None
         )  # fmt: skip
         self.counts = Coverage()
+        self._prepare: Prepare | None = None
+        self._absent: Sequence[str] = ()
         self._tried = False
         self._generation = 0
         self._eager_sizes: set[int] = set()
@@ -105,6 +107,8 @@ class Captured:
     def capture(self, prepare: Prepare | None = None, *, absent: Sequence[str] = ()) -> None:
         """Records every bucket, largest first. Smaller buckets survive when a larger one fails.
 
+        With ``Options.lazy`` nothing is recorded yet, and what is there stays: see ``capture_on_use``.
+
         Args:
             prepare: writes valid example inputs into a bucket's views; by default they hold the pad values.
             absent: optional slots that are None.
@@ -113,9 +117,27 @@ class Captured:
             CaptureError: if nothing could be recorded for a reason other than memory, or ``strict`` is set.
         """
         self._require_open()
-        if self._recordings is not None:
-            self._recordings.capture(self.buckets, prepare, absent)
+        if self.options.lazy:
+            self._prepare, self._absent = prepare, absent
+        elif self._recordings is not None:
+            with self._pool.turn:
+                self._recordings.capture(self.buckets, prepare, absent)
         self._tried = True
+
+    def capture_on_use(self, live: int) -> bool:
+        """Records the bucket that serves ``live`` rows, if buckets are captured lazily and it was never tried.
+
+        True if it was tried now, over example inputs: what the step reads beside them must be set again.
+        """
+        bucket = self.pad(live) if self.options.lazy and self._recordings is not None else None
+        if not isinstance(bucket, int):
+            return False
+        self._require_no_capture("captured")
+        with self._pool.turn:  # of two threads that need it, one records
+            if self.recordings.tried(bucket):
+                return False
+            self.recordings.capture([bucket], self._prepare, self._absent)
+        return True
 
     def live_size(self, values: Mapping[str, Tensor | None]) -> int:
         """The live size that all values agree on; see ``dispatch.live_size``."""
@@ -137,24 +159,7 @@ class Captured:
         if recordings is None:
             return Miss(Reason.BACKEND_EAGER)
         bucket = self.pad(live)
-        if isinstance(bucket, Miss):
-            return bucket
-        if recordings.present is not None:
-            present = frozenset(name for name, value in values.items() if value is not None)
-            odd = {n for n in present ^ recordings.present if self.slots[n].pad is not Padding.KEEP}
-            if odd:
-                name = min(odd)
-                now, then = ("a tensor", "None") if name in present else ("None", "a tensor")
-                return Miss(Reason.INPUT_KIND, f"slot {name!r} is {now}, at capture it was {then}")
-        for name, value in values.items():
-            misfit = None if value is None else self.buffers.misfit(name, value, bucket)
-            if misfit is not None:
-                return Miss(Reason.SHAPE, misfit)
-        key = recordings.key(bucket)
-        if not recordings.can_run(key):
-            why = recordings.failures.get(key, f"bucket {bucket} was not captured")
-            return Miss(Reason.CAPTURE_FAILED, why.splitlines()[0])
-        return key
+        return bucket if isinstance(bucket, Miss) else recordings.serves(bucket, values)
 
     def load(self, values: Mapping[str, Tensor | None], live: int, size: int) -> None:
         """Copies the live rows in and resets the padded tail of every slot; see ``StaticBuffers.load``."""
@@ -169,10 +174,7 @@ class Captured:
             PoolBusyError: inside another capture or replay of the same pool.
         """
         self._require_open()
-        if capturing():
-            raise PoolBusyError(
-                f"{self.name} would be replayed inside a capture; call the plain function there"
-            )
+        self._require_no_capture("replayed")
         self.contract.check()
         self._generation += 1
         return self.recordings.replay(key)
@@ -183,16 +185,10 @@ class Captured:
         Raises:
             OutputStructureError: if there are padded rows and nothing tells which rows of the output they are.
         """
-        leaves = list(output.leaves)
-        if live != size:
-            rule = self.recordings.rows
-            if rule is None:
-                raise OutputStructureError(
-                    f"{self.name} ran {live} rows padded to {size}, and how its output grows is not known",
-                    advice="capture at least two sizes, or call it with exactly the captured size",
-                )
-            leaves = [leaf if n is None else leaf[: live * n] for leaf, n in zip(leaves, rule, strict=True)]
-        tree = tree_unflatten(leaves, output.structure)
+        leaves = (
+            output.leaves if live == size else trimmed(self.name, output, self.recordings.rows, live, size)
+        )
+        tree = tree_unflatten(list(leaves), output.structure)
         if self.options.clone:
             return tree_map_only(Tensor, Tensor.clone, tree)
         if self.options.debug:
@@ -210,6 +206,7 @@ class Captured:
             self.capture(
                 absent=[name for name in self.slots if values.get(name) is None and self.slots[name].optional]
             )
+        self.capture_on_use(live)
         decision = self.can_run(values, live)
         if isinstance(decision, Miss):
             return self.run_eager(decision, values, live)
@@ -251,14 +248,7 @@ class Captured:
 
     def memory(self) -> list[dict[str, Any]]:
         """One row per captured bucket: milliseconds and bytes."""
-        return [
-            {
-                "bucket": str(c.key), "warmup_ms": c.warmup_seconds * 1e3, "capture_ms": c.capture_seconds * 1e3,
-                "pool_bytes": c.pool_bytes, "device_bytes": c.device_bytes, "nodes": c.nodes, "breaks": c.breaks,
-                "warmups": c.warmups,
-            }
-            for c in self.ledger
-        ]  # fmt: skip
+        return [cost.as_row() for cost in self.ledger]
 
     def inspect(self, size: int) -> list[str]:
         """What was recorded for a bucket, in order."""
@@ -269,9 +259,20 @@ class Captured:
         """Sizes with a recording, ascending."""
         return self._recordings.sizes if self._recordings else []
 
+    @property
+    def unused_sizes(self) -> list[int]:
+        """Buckets that no step has used, captured or not (B55)."""
+        return self.counts.unused(self.buckets)
+
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"{self.name} was closed; capture it again")
+
+    def _require_no_capture(self, what: str) -> None:
+        if capturing():
+            raise PoolBusyError(
+                f"{self.name} would be {what} inside a capture; call the plain function there"
+            )
 
     def close(self) -> None:
         """Gives back recordings, buffers and, if it is its own, the pool."""

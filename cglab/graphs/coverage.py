@@ -7,6 +7,7 @@ is shown as zero (B69).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -112,6 +113,11 @@ class Coverage:
         return {
             key: 1.0 - self.live_rows[key] / (count * self.sizes[key]) for key, count in self.hits.items()
         }
+
+    def unused(self, buckets: Iterable[int]) -> list[int]:
+        """Those of ``buckets`` that no replay has used (B55)."""
+        used = {self.sizes[key] for key in self.hits}
+        return [size for size in buckets if size not in used]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a record or a table."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ class ManyShapesWarning(UserWarning):
     """Many different sizes ran eager: the buckets do not fit the workload (B57)."""
 
 
+def outside_level() -> int:
+    """The ``stacklevel`` at which its caller warns in the name of the user's own line, whatever lies between."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("cglab.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def warn_of_many_shapes(name: str, sizes: Collection[int], buckets: Sequence[int]) -> None:
     """Says once that many sizes of a step ran eager; told at the line that called the step."""
     warnings.warn(
@@ -27,7 +36,7 @@ def warn_of_many_shapes(name: str, sizes: Collection[int], buckets: Sequence[int
             f"{name}: {len(sizes)} different sizes ran eager ({sorted(sizes)}); "
             f"the buckets are {list(buckets)}: add sizes that fit, or switch padding on"
         ),
-        stacklevel=4,
+        stacklevel=outside_level(),
     )
 
 
@@ -37,6 +46,8 @@ class Options:
 
     Attributes:
         backend: full, breakable or eager.
+        lazy: capture a bucket when a step first needs it (B55). Nothing is captured that is never used; but the first
+            use waits for its capture, and memory is taken in the order of use and not largest first.
         padding: pad up to a bucket; without it only exact sizes replay.
         waste_ceiling: refuse a bucket above this multiple of the live rows (P7); None leaves it to the phase, which
             may have none, and infinity admits all.
@@ -50,6 +61,7 @@ class Options:
     """
 
     backend: str = "full"
+    lazy: bool = False
     padding: bool = True
     waste_ceiling: float | None = None
     inline_breaks: bool = False

@@ -153,6 +153,27 @@ def rows_per_size(outputs: Mapping[ShapeKey, Sequence[Any]]) -> list[int | None]
     return result
 
 
+def trimmed(name: str, output: Stored, rule: Sequence[int | None] | None, live: int, size: int) -> list[Any]:
+    """The leaves of an output with padded rows cut off (B32).
+
+    Args:
+        name: of the step, for the message.
+        output: what ``size`` rows, padding included, left behind.
+        rule: rows of each leaf for each unit of size, as ``rows_per_size`` gives them.
+        live: rows in use.
+        size: rows of the bucket.
+
+    Raises:
+        OutputStructureError: if there is no rule.
+    """
+    if rule is None:
+        raise OutputStructureError(
+            f"{name} ran {live} rows padded to {size}, and how its output grows is not known",
+            advice="capture at least two sizes, or call it with exactly the captured size",
+        )
+    return [leaf if n is None else leaf[: live * n] for leaf, n in zip(output.leaves, rule, strict=True)]
+
+
 class LiveView(Tensor):
     """Debug form of an output: reading it after the next replay raises instead of returning other data (B20)."""
 

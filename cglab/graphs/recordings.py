@@ -13,11 +13,13 @@ from cglab.errors import CaptureError, CaptureMemoryError
 from cglab.graphs.backends import BACKENDS, CaptureCost
 from cglab.graphs.breaks import BreakCall
 from cglab.graphs.buffers import StaticBuffers
+from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.keys import ShapeKey
-from cglab.graphs.options import CaptureFailedWarning, Options
+from cglab.graphs.options import CaptureFailedWarning, Options, outside_level
 from cglab.graphs.outputs import Stored, rows_per_size
 from cglab.graphs.recorder import Pool, Recorder, Segment
 from cglab.graphs.selfcheck import self_check
+from cglab.graphs.slots import Padding
 
 Prepare = Callable[[dict[str, Tensor]], None]
 
@@ -83,7 +85,8 @@ class Recordings:
                 self.failures[self.key(size)] = str(error)
                 if self._options.strict:
                     raise error
-                warnings.warn(CaptureFailedWarning(f"{self.name}, bucket {size}: {error}"), stacklevel=6)
+                failed = CaptureFailedWarning(f"{self.name}, bucket {size}: {error}")
+                warnings.warn(failed, stacklevel=outside_level())
                 if not isinstance(error, CaptureMemoryError):  # the same function fails at every size
                     self.failures = {self.key(rest): str(error) for rest in buckets} | self.failures
                     break
@@ -143,6 +146,34 @@ class Recordings:
             return rows_per_size({**outputs, self.key(only.size - 1): smaller})
         except CaptureError:
             return None  # the function runs, or can be trimmed, at this one size only: see Captured.trim
+
+    def tried(self, size: int) -> bool:
+        """Whether a bucket was recorded, or could not be."""
+        key = self.key(size)
+        return self._backend.can_run(key) or key in self.failures
+
+    def serves(self, size: int, values: Mapping[str, Tensor | None]) -> ShapeKey | Miss:
+        """The key of a bucket if its recording can take these inputs, or the reason why not.
+
+        Raises:
+            SlotError: for an input of the wrong dtype or number of axes.
+        """
+        slots, key = self._buffers.slots, self.key(size)
+        if self.present is not None:
+            present = frozenset(name for name, value in values.items() if value is not None)
+            odd = {n for n in present ^ self.present if slots[n].pad is not Padding.KEEP}
+            if odd:
+                name = min(odd)
+                now, then = ("a tensor", "None") if name in present else ("None", "a tensor")
+                return Miss(Reason.INPUT_KIND, f"slot {name!r} is {now}, at capture it was {then}")
+        for name, value in values.items():
+            misfit = None if value is None else self._buffers.misfit(name, value, size)
+            if misfit is not None:
+                return Miss(Reason.SHAPE, misfit)
+        if not self.can_run(key):
+            why = self.failures.get(key, f"bucket {size} was not captured")
+            return Miss(Reason.CAPTURE_FAILED, why.splitlines()[0])
+        return key
 
     def can_run(self, key: ShapeKey) -> bool:
         """Whether ``key`` has a recording."""

@@ -48,15 +48,18 @@ class Chunk:
 class TapePool(Pool):
     """A growing set of chunks with a best-fit free list.
 
+    Args:
+        poison: fill freed blocks with 0xFF (NaN, -1), so that a read of freed memory shows.
+        limit: most bytes that the chunks may take, as a device has only so many; None for no limit.
+
     Attributes:
         used_bytes: bytes in blocks that are alive.
         peak_bytes: most bytes ever alive at once.
-        poison: fill freed blocks with 0xFF (NaN, -1), so that a read of freed memory shows.
     """
 
-    def __init__(self, *, poison: bool = False) -> None:
+    def __init__(self, *, poison: bool = False, limit: int | None = None) -> None:
         super().__init__()
-        self.poison = poison
+        self.poison, self.limit = poison, limit
         self.used_bytes = 0
         self.peak_bytes = 0
         self._chunks: list[Chunk] = []  # by address
@@ -101,7 +104,12 @@ class TapePool(Pool):
     def _take(self, size: int) -> tuple[Chunk, int]:
         fits = [(free, address) for address, free in self._free if free >= size]
         if not fits:
-            chunk = Chunk(max(size, CHUNK_BYTES))
+            wanted = max(size, CHUNK_BYTES)
+            if self.limit is not None and self.reserved_bytes + wanted > self.limit:
+                raise MemoryError(
+                    f"{wanted} bytes more than {self.reserved_bytes} are above the pool's limit of {self.limit} bytes"
+                )
+            chunk = Chunk(wanted)
             insort(self._chunks, chunk, key=lambda c: c.address)
             insort(self._free, (chunk.address, chunk.size))
             fits = [(chunk.size, chunk.address)]

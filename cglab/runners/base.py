@@ -138,7 +138,7 @@ class Runner(ABC, Generic[Live]):
         return None
 
     def capture(self) -> None:
-        """Records every bucket now, largest first."""
+        """Records every bucket now, largest first; lazily, each on its first use."""
         try:
             self.captured.capture(self.prepare)
         finally:
@@ -160,6 +160,8 @@ class Runner(ABC, Generic[Live]):
             miss = self.ineligible(values)
             if miss is not None:
                 return self.captured.run_eager(miss, values, self.rows(live))
+            if self.captured.capture_on_use(self.rows(live)):
+                self.set_live(live)  # the capture had examples of its own
             return self.captured(**values, **self.derived(live))
 
     def run_padded_eager(self, live: Live, size: int, **values: Tensor) -> Any:

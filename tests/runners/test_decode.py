@@ -300,3 +300,14 @@ def test_closing_gives_the_groups_pool_back(world, backend):
     assert one.group.pool.reserved_bytes > 0
     one.close()
     assert one.group.pool.reserved_bytes == 0
+
+
+@backends
+def test_b64_with_the_cache_full_a_padded_batch_is_captured_lazily_and_replays(world, backend):
+    """Every page belongs to a request; what padding points at was set aside when the cache was made."""
+    one = world(backend, lazy=True)
+    assert sorted(one.kv.page_table[1:].flatten().tolist()) == list(range(1, 33)), "no page is free"
+    for live in (3, 8, 7, 1):
+        step_and_oracle(one, [3 + live + i % 4 for i in range(live)])
+    assert one.runner.captured.captured_sizes == [1, 4, 8] and one.runner.captured.unused_sizes == [2]
+    assert one.runner.coverage().captured == 4 and one.runner.coverage().eager == 0

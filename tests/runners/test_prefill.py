@@ -463,3 +463,27 @@ def test_closing_gives_the_groups_pool_back(prefills, backend):
     assert one.group.pool.reserved_bytes > 0
     one.close()
     assert one.group.pool.reserved_bytes == 0
+
+
+@backends
+def test_b64_with_the_cache_full_a_padded_batch_is_captured_lazily_and_replays(prefills, backend):
+    """Every page belongs to a request; what padding and examples point at was set aside when the cache was made."""
+    one = prefills(backend, BUCKETS, lazy=True, settings=ROOM)
+    assert sorted(one.kv.page_table[1:].flatten().tolist()) == list(range(1, 33)), "no page is free"
+    assert one.runner.captured.captured_sizes == [] and one.runner.captured.unused_sizes == list(BUCKETS)
+    for spans in SPLITS:
+        check(one, spans)
+    assert one.runner.coverage().captured == len(SPLITS) and one.runner.coverage().eager == 0
+    assert one.runner.captured.captured_sizes == [4, 8, 16] and one.runner.captured.unused_sizes == []
+
+
+@backends
+def test_b55_a_lazy_capture_in_mid_service_touches_nothing_live(prefills, backend):
+    """The first use of a bucket captures it, warm-ups included, and then serves the step that asked for it."""
+    one = prefills(backend, BUCKETS, lazy=True, settings=ROOM)
+    spans, before = SPLITS[2], one.cache()
+    first, after = one.step(spans), one.cache()
+    one.restore(before)
+    assert same_bits(one.step(spans), first) and same_bits(one.cache()[:, :, 1:], after[:, :, 1:])
+    assert one.runner.captured.captured_sizes == [8] and one.runner.captured.unused_sizes == [4, 16]
+    assert one.runner.live.spans == ()
