@@ -79,8 +79,8 @@ class Engine:
         self.max_context = min(kv.page_table.shape[1] * kv.page_size, model.config.max_position)
         layout = CacheLayout(
             kv.full.keys.shape[1] // kv.page_size, kv.page_size, kv.page_table.shape[0], self.max_context,
-            window=kv.window.window if kv.window else None,
-            window_pages=kv.window.keys.shape[1] // kv.page_size if kv.window else 0,
+            window=kv.sliding.window if kv.sliding else None,
+            window_pages=kv.sliding.keys.shape[1] // kv.page_size if kv.sliding else 0,
         )  # fmt: skip
         self.scheduler = Scheduler(layout, options)
         self.now: Callable[[], float] = time.perf_counter

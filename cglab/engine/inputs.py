@@ -73,8 +73,8 @@ def write_page_tables(kv: PagedKV, requests: Iterable[Request]) -> None:
         return
     rows = torch.tensor([request.row for request in changed])
     _write_rows(kv.full, rows, [request.pages for request in changed])
-    if kv.window is not None:
-        _write_rows(kv.window, rows, [request.window_pages for request in changed])
+    if kv.sliding is not None:
+        _write_rows(kv.sliding, rows, [request.window_pages for request in changed])
     for request in changed:
         request.dirty = False
 

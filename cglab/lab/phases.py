@@ -59,7 +59,7 @@ class LabPhases:
         """The prefill runner of a mode (the toggle's own by default); a bucket is captured on its first use."""
         mode = self._mode("prefill", mode)
         if mode not in self._prefill:
-            options = replace(self.options, backend=mode)
+            options = replace(self.options, backend=mode, lazy=True)
             runner = PrefillRunner(self.model, self.kv, self.group, self.prefill_buckets, options)
             runner.capture()
             self._prefill[mode] = runner

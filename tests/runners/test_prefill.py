@@ -451,7 +451,7 @@ def test_p84_a_ride_along_request_gets_the_token_that_decode_would_give(prefills
 @pytest.mark.parametrize("name", ["keys", "values", "page_table"])
 def test_b35_a_cache_that_moved_is_refused_by_name(prefills, backend, name):
     one = prefills(backend, (8,), settings=ROOM)
-    setattr(one.kv, name, getattr(one.kv, name).clone())
+    setattr(one.kv.full, name, getattr(one.kv.full, name).clone())
     with pytest.raises(AddressError, match=rf"moved: kv\.{name}"):
         one.step([(1, 0, 8)])
 
