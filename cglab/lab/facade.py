@@ -166,7 +166,7 @@ class Lab:
         """
         checked = self._arms(name, arms)
         runners = {arm: self.runner(arm, name) for arm in checked}
-        with steps.fixed_step(self.engine, name, sizes, self._defaults) as step:
+        with steps.fixed_step(self.engine, name, sizes, self.defaults) as step:
             before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
             parity = {arm: steps.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
             times = interleave(
@@ -189,10 +189,11 @@ class Lab:
         return checked
 
     @property
-    def _defaults(self) -> dict[str, int]:
+    def defaults(self) -> dict[str, int]:
+        """Sizes of a measured step that are not given, by name."""
         return {
             "batch": min(4, self.buckets[-1]), "context": min(128, self.max_context),
-            "tokens": min(128, self.prefill_buckets[-1]), "cached": 0, "requests": 1,
+            "tokens": min(128, self.prefill_buckets[-1], self.max_context - 1), "cached": 0, "requests": 1,
         }  # fmt: skip
 
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
@@ -230,7 +231,7 @@ class Lab:
             **sizes: of the step, as in ``compare``.
         """
         traces = {}
-        with steps.fixed_step(self.engine, name, sizes, self._defaults) as step:
+        with steps.fixed_step(self.engine, name, sizes, self.defaults) as step:
             for arm in self._arms(name, arms):
                 runner = self.runner(arm, name)
                 run = partial(runner.run, step.live, **step.inputs)
