@@ -45,6 +45,7 @@ class Lab:
         model, config, tokenizer: what was opened.
         weights: ``trained`` or ``random``.
         engine: requests and the paged cache.
+        sizes: how large measured steps are, and can be.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Lab:
             prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
         )  # fmt: skip
         self.engine = Engine(self.model, kv, self.phases, scheduling)
+        self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
     @property
     def max_context(self) -> int:
@@ -166,7 +168,7 @@ class Lab:
         """
         checked = self._arms(name, arms)
         runners = {arm: self.runner(arm, name) for arm in checked}
-        with steps.fixed_step(self.engine, name, sizes, self.defaults) as step:
+        with steps.fixed_step(self.engine, name, sizes, self.sizes) as step:
             before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
             parity = {arm: steps.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
             times = interleave(
@@ -188,14 +190,6 @@ class Lab:
             raise ToggleError(f"arms are compared with each other, each once; got {checked}")
         return checked
 
-    @property
-    def defaults(self) -> dict[str, int]:
-        """Sizes of a measured step that are not given, by name."""
-        return {
-            "batch": min(4, self.buckets[-1]), "context": min(128, self.max_context),
-            "tokens": min(128, self.prefill_buckets[-1], self.max_context - 1), "cached": 0, "requests": 1,
-        }  # fmt: skip
-
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
         return {**steps.describe(step, self.runner("eager", name)), "cache": self.max_context}
@@ -206,11 +200,16 @@ class Lab:
 
     def sweep(
         self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
-        batches: Sequence[int] | None = None, **options: Any,
+        sizes: Sequence[int] = (), **options: Any,
     ) -> Sweep:  # fmt: skip
-        """``compare`` at several batch sizes, every bucket by default; ``options`` are those of ``compare``."""
-        sizes = batches or self.buckets
-        return Sweep(tuple(self.compare(name, arms, batch=size, **options) for size in sizes))
+        """``compare`` at several batch sizes or, of prefill, numbers of tokens; ``options`` are those of ``compare``.
+
+        Without sizes: every bucket of decode; of prefill the largest step, a quarter of it, and so on.
+        """
+        self._require_open()
+        size, *_ = steps.SIZES[technique(name).name]
+        chosen = sizes or self.sizes.swept(name, options.get("requests", 1))
+        return Sweep(tuple(self.compare(name, arms, **{size: each, **options}) for each in chosen))
 
     def profile(
         self,
@@ -230,8 +229,9 @@ class Lab:
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
             **sizes: of the step, as in ``compare``.
         """
+        self._require_open()
         traces = {}
-        with steps.fixed_step(self.engine, name, sizes, self.defaults) as step:
+        with steps.fixed_step(self.engine, name, sizes, self.sizes) as step:
             for arm in self._arms(name, arms):
                 runner = self.runner(arm, name)
                 run = partial(runner.run, step.live, **step.inputs)

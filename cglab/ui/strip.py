@@ -24,12 +24,13 @@ from cglab.errors import CaptureError, ClosedError, ToggleError
 from cglab.graphs.options import CaptureFailedWarning
 from cglab.lab.comparison import Comparison
 from cglab.lab.facade import Lab
+from cglab.lab.steps import SIZES
 from cglab.lab.techniques import technique
 from cglab.ui.plots import summary
 
 MODES = technique("decode").values  # and of prefill
-SIZES = {"decode": ("batch", "Batch size"), "prefill": ("tokens", "New tokens")}
-"""By technique: the size of a step as ``lab.compare`` names it, and as people do."""
+LABELS = {"decode": "Batch size", "prefill": "New tokens"}
+"""What people call the size of a step, by technique."""
 
 PLOTLY = "application/vnd.plotly.v1+json"
 
@@ -83,12 +84,11 @@ class LabWorker:
     """
 
     def __init__(self, lab: Lab, technique: str = "decode") -> None:
-        if technique not in SIZES:
-            raise ToggleError(f"there is no strip for {technique!r}; good names: {', '.join(SIZES)}")
+        if technique not in LABELS:
+            raise ToggleError(f"there is no strip for {technique!r}; good names: {', '.join(LABELS)}")
         self._lab, self.technique = weakref.ref(lab), technique
-        self.mode, self.size = getattr(lab.captures, technique) or "eager", lab.defaults[SIZES[technique][0]]
-        budget = lab.engine.scheduler.options.token_budget
-        self.largest = lab.engine.largest_batch if technique == "decode" else min(budget, lab.max_context - 1)
+        self.mode = getattr(lab.captures, technique) or "eager"
+        self.size, self.largest = lab.sizes.default(SIZES[technique][0]), lab.sizes.largest(technique)
 
     @property
     def lab(self) -> Lab:
@@ -136,7 +136,7 @@ class Strip(ipywidgets.VBox):  # type: ignore[misc]
             style={"description_width": "initial", "button_width": "90px"},
         )  # fmt: skip
         self.size = ipywidgets.BoundedIntText(
-            value=self.state.size, min=1, max=worker.largest, description=SIZES[worker.technique][1],
+            value=self.state.size, min=1, max=worker.largest, description=LABELS[worker.technique],
             style={"description_width": "initial"}, layout={"width": "150px"},
         )  # fmt: skip
         self.start = ipywidgets.Button(

@@ -10,6 +10,7 @@ from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.keys import ShapeKey
 from cglab.lab.bucket_costs import measured_costs
 from cglab.lab.comparison import Comparison, Profile
+from cglab.lab.parts import Part, StepParts
 from cglab.lab.planning import plan
 from cglab.lab.size_trace import SizeTrace
 from cglab.measure.ab import interleave
@@ -110,12 +111,21 @@ def planned():
     return plan(SizeTrace("evening", {"decode": {3: 2, 5: 1, 16: 1}}), "decode", costs)
 
 
+def parts():
+    """Three segments with two breaks between them, beside one recording of it all."""
+    breakable = [Part("segment", "", 18, 40.0), Part("break", "_prefill", None, 10.0), Part("segment", "", 29, 60.0),
+                 Part("break", "_prefill", None, 12.0), Part("segment", "", None, 38.0)]  # fmt: skip
+    workload = {"tokens": 100, "cached": 0, "requests": 4, "bucket": 112, "cache": 256}
+    arms = {"breakable": tuple(breakable), "full": (Part("segment", "", 265, 150.0),)}
+    return StepParts("prefill", "pico-gqa", workload, "cuda", arms)
+
+
 @pytest.fixture
 def make():
     """The builders above, by name."""
     return SimpleNamespace(
         compared=compared, profiled=profiled, eager_trace=eager_trace, full_trace=full_trace,
-        cpu_trace=cpu_trace, record=record, planned=planned,
+        cpu_trace=cpu_trace, record=record, planned=planned, parts=parts,
     )  # fmt: skip
 
 

@@ -26,7 +26,9 @@ def views(make, records):
         "coverage": result.plot_coverage,
         "bucket_cost": result.plot_buckets,
         "bucket_plan": make.planned().plot,
-        "batch_sweep": Sweep(tuple(make.compared(batch) for batch in (1, 3))).plot,
+        "capture_limit": Sweep((make.compared(1), make.compared(64))).limit("full").plot,
+        "size_sweep": Sweep(tuple(make.compared(batch) for batch in (1, 3))).plot,
+        "step_parts": make.parts().plot,
         "timeline": traced.timeline,
         "recorded_decode": newest("decode", records).plot,
     }
@@ -39,7 +41,7 @@ def test_every_view_has_a_title_units_and_the_template(views):
         assert figure.layout.title.text, name
         assert figure.layout.template.layout.font.family.startswith("Open Sans"), name
         axes = plots.summary(figure).splitlines()[-1]
-        assert any(unit in axes for unit in ("(ms)", "(µs)", "steps")), f"{name}: {axes}"
+        assert any(unit in axes for unit in ("(ms)", "(µs)", "(ratio)", "steps")), f"{name}: {axes}"
 
 
 def test_every_view_draws_the_same_bytes_twice(views):
@@ -170,6 +172,24 @@ def test_bucket_cost_shows_the_ledger_smallest_first(make):
 
 def test_bucket_cost_of_nothing_says_so():
     assert "Nothing was captured" in plots.bucket_cost({"eager": []}).layout.title.subtitle.text
+
+
+def test_parts_follow_one_another_breaks_in_the_grey_of_eager_and_equal_their_table(make):
+    result = make.parts()
+    figure, frame = result.plot(), result.as_frame()
+    segments, breaks, whole = figure.data
+    assert [segments.name, breaks.name, whole.name] == [
+        "breakable: segments",
+        "breakable: breaks",
+        "full: segments",
+    ]
+    assert list(segments.base) == [0.0, 50.0, 122.0] and list(breaks.base) == [40.0, 110.0]
+    assert (segments.marker.color, breaks.marker.color) == (style.colour("breakable"), style.colour("eager"))
+    assert list(segments.hovertext) == ["18 operations", "29 operations", "? operations"]
+    drawn = sorted(zip(segments.base, segments.x, strict=True)) + sorted(
+        zip(breaks.base, breaks.x, strict=True)
+    )
+    assert [width for _, width in sorted(drawn)] == frame[frame["arm"] == "breakable"]["time_us"].tolist()
 
 
 def test_sweep_marks_where_a_captured_arm_ran_eager(make):

@@ -180,7 +180,7 @@ def test_prefill_steps_are_switched_and_measured_on_a_strip_of_their_own(lab):
     decode, strip = lab_strip(lab), lab_strip(lab, "prefill")
     assert (strip.mode.description, strip.size.description) == ("Prefill mode", "New tokens")
     assert strip.mode.value == lab.captures.prefill == "breakable"
-    assert strip.size.value == lab.defaults["tokens"] == 31
+    assert strip.size.value == lab.sizes.default("tokens") == 31
     browser_sets(strip.size, value=10_000)
     assert strip.state.size == 31  # a context of 32 keeps a place for the new token
     browser_sets(strip.size, value=11)
