@@ -16,10 +16,15 @@ from cglab.graphs.coverage import Coverage
 from cglab.lab.capture_limit import CaptureLimit
 from cglab.lab.comparison import Comparison
 from cglab.lab.planning import PHASES, PhasePlan
-from cglab.lab.recorded import Recorded
 from cglab.lab.sweep import Sweep
+from cglab.ui.recorded import (
+    recorded_decode,
+    recorded_prefill,
+    recorded_ttft,
+    recorded_ttft_crossover,
+)
 from cglab.ui.step_parts import step_parts
-from cglab.ui.style import GREY, INK, colour, empty, faded, figure, register_template, summary
+from cglab.ui.style import GREY, INK, colour, empty, faded, figure, register_template, size_axis, summary
 from cglab.ui.timeline import timeline
 
 __all__ = [
@@ -29,6 +34,9 @@ __all__ = [
     "comparison",
     "coverage",
     "recorded_decode",
+    "recorded_prefill",
+    "recorded_ttft",
+    "recorded_ttft_crossover",
     "register_template",
     "size_sweep",
     "step_parts",
@@ -117,13 +125,6 @@ def capture_limit(result: CaptureLimit) -> go.Figure:
     return made.update_yaxes(title_text="captured over eager time (ratio)", rangemode="tozero")
 
 
-def size_axis(sizes: Sequence[int]) -> dict[str, Any]:
-    """An axis with a tick at each size, logarithmic where the sizes span a factor of 16."""
-    ticks = sorted(set(sizes))
-    wide = bool(ticks) and ticks[-1] >= 16 * ticks[0]
-    return {"tickvals": ticks, "type": "log" if wide else "linear"}
-
-
 def bucket_cost(memory: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
     """What each bucket costs: milliseconds to warm up and capture, and memory that it adds.
 
@@ -209,39 +210,3 @@ def coverage(by_arm: Mapping[str, Coverage]) -> go.Figure:
     made.update_xaxes(title_text="steps", rangemode="tozero")
     made.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     return made
-
-
-def recorded_decode(recorded: Recorded) -> go.Figure:
-    """Recorded decode steps, one panel a model: step time by batch size and arm, with the floor as a line."""
-    frame = recorded.as_frame()
-    if frame.empty:
-        return empty("Decode step on a GPU: not recorded yet", str(recorded))
-    models = list(dict.fromkeys(frame["model"]))
-    made = figure(f"Decode step on {recorded.device}", f"{recorded.note}", height=420, barmode="group")
-    made.set_subplots(1, len(models), subplot_titles=models, horizontal_spacing=0.08)
-    made.update_layout(margin_t=104)
-    shown: set[str] = set()
-    for column, model in enumerate(models, 1):
-        panel = frame[frame["model"] == model].sort_values("batch", kind="stable")
-        for arm in dict.fromkeys(frame["arm"]):
-            rows = panel[panel["arm"] == arm]
-            made.add_bar(
-                x=rows["batch"].astype(str).tolist(), y=rows["step_ms"].tolist(), row=1, col=column, name=arm,
-                legendgroup=arm, showlegend=arm not in shown, marker={"color": colour(arm)},
-                text=[f"{value:.3g}" for value in rows["step_ms"]], textposition="outside", cliponaxis=False,
-                customdata=rows["parity"].fillna("reference").tolist(),
-                hovertemplate=f"{model}, {arm}, batch %{{x}}: %{{y:.4g}} ms<br>parity %{{customdata}}<extra></extra>",
-            )  # fmt: skip
-            shown.add(arm)
-        if "floor_ms" in panel and panel["floor_ms"].notna().any():
-            floor = panel.dropna(subset=["floor_ms"]).groupby("batch")["floor_ms"].min()
-            made.add_scatter(
-                x=[str(batch) for batch in floor.index], y=floor.tolist(), row=1, col=column, mode="markers",
-                name="floor", legendgroup="floor", showlegend="floor" not in shown,
-                marker={"symbol": "line-ew", "size": 60, "line": {"width": 2, "color": INK}},
-                hovertemplate="floor %{y:.4g} ms<extra></extra>",
-            )  # fmt: skip
-            shown.add("floor")
-    made.update_xaxes(title_text="batch size (requests)", type="category")
-    made.update_yaxes(rangemode="tozero")
-    return made.update_yaxes(title_text="step time (ms)", col=1)

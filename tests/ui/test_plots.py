@@ -31,6 +31,9 @@ def views(make, records):
         "step_parts": make.parts().plot,
         "timeline": traced.timeline,
         "recorded_decode": newest("decode", records).plot,
+        "recorded_prefill": newest("prefill", make.prefill_records()).plot,
+        "recorded_ttft": newest("ttft", make.ttft_records()).plot,
+        "recorded_ttft_crossover": newest("ttft_crossover", make.crossover_records()).plot,
     }
 
 
@@ -63,7 +66,7 @@ def test_bars_start_at_zero(views):
 def test_an_arm_has_one_colour_in_every_view(views):
     for arm in ("full", "breakable"):
         rgb = style.faded(style.colour(arm), 1.0)
-        for name in ("comparison", "bucket_cost", "recorded_decode"):
+        for name in ("comparison", "bucket_cost", "recorded_decode", "recorded_prefill"):
             colours = [trace.marker.color for trace in views[name]().data if trace.name == arm]
             assert colours and set(colours) <= {style.colour(arm), rgb}, name
     assert style.colour("sglang-0.5.16") == style.colour("sglang-0.5.16") != style.colour("eager")
@@ -224,10 +227,44 @@ def test_recorded_results_are_drawn_from_records_alone(records):
     ]
 
 
-def test_nothing_recorded_is_said_and_drawn():
-    nothing = newest("decode", [])
+@pytest.mark.parametrize("bench", ["decode", "prefill", "ttft", "ttft_crossover"])
+def test_nothing_recorded_is_said_and_drawn(bench):
+    nothing = newest(bench, [])
     assert not nothing and nothing.where is None and nothing.as_frame().empty
-    assert "no decode result of a GPU is recorded yet" in nothing.plot().layout.title.subtitle.text
+    title, note = heading(nothing.plot())
+    assert "not recorded yet" in title and f"no {bench} result of a GPU is recorded yet" in note
+
+
+def test_recorded_prefill_has_a_bar_for_each_time_and_none_for_an_arm_that_failed(make):
+    figure = newest("prefill", make.prefill_records()).plot()
+    bars = {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
+    assert bars == {
+        "eager": {"512": 20.0, "1024 after 8192 cached": 20.0},
+        "breakable": {"512": 12.0, "1024 after 8192 cached": 12.0},
+        "full": {"512": 10.0},
+    }
+    assert figure.data[2].customdata == ("bitwise",)
+
+
+def test_recorded_ttft_has_a_panel_for_each_size_and_intervals(make):
+    figure = newest("ttft", make.ttft_records()).plot()
+    assert heading(figure)[0] == "Median time to first token of qwen3-8b on NVIDIA H200"
+    assert [note.text for note in figure.layout.annotations] == [
+        "128 tokens",
+        "1024 after 8192 cached tokens",
+    ]
+    first = figure.data[0]
+    assert list(first.x) == ["1", "4"] and list(first.y) == [25.0, 100.0]
+    assert (list(first.error_y.arrayminus), list(first.error_y.array)) == ([1.0, 1.0], [2.0, 2.0])
+    assert [trace.name for trace in figure.data if trace.showlegend] == ["eager", "breakable"]
+
+
+def test_recorded_crossover_has_the_ratios_and_a_line_only_where_a_limit_was_found(make):
+    figure = newest("ttft_crossover", make.crossover_records()).plot()
+    lines = {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
+    assert lines == {"qwen3-8b, breakable": {128: 0.5, 8192: 1.01}, "qwen3-8b, full": {128: 1.2, 8192: 1.3}}
+    assert sorted(line.x0 for line in figure.layout.shapes) == [0, 128]
+    assert [note.text for note in figure.layout.annotations] == ["limit of breakable", "eager"]
 
 
 def test_tape_records_are_never_shown_as_graph_times(make):
