@@ -117,6 +117,11 @@ class Load:
     def _generator(self, stream: int) -> np.random.Generator:
         return np.random.default_rng((self.seed, stream))
 
+    @property
+    def most_new_tokens(self) -> int:
+        """Most new tokens that any of its requests may ask for."""
+        return _bounds(self.new_tokens)[1]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values: the workload of a record."""
         return asdict(self)

@@ -16,6 +16,7 @@ from cglab.engine.engine import Engine
 from cglab.engine.workload import DecodeStep, PrefillStep, Step, steady_decode, steady_prefill
 from cglab.errors import ToggleError
 from cglab.graphs.clocks import clock_for, sample_seconds
+from cglab.lab.techniques import technique
 from cglab.measure.parity import Parity, compare_logits, compare_tokens, worst
 from cglab.runners.base import Runner
 
@@ -27,6 +28,15 @@ SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 SHORTEST = 16
 """Tokens of the shortest prefill step that is swept unasked."""
+
+
+def size_name(name: str) -> str:
+    """What counts the live rows of a technique's step: ``batch`` or ``tokens``.
+
+    Raises:
+        ToggleError: for an unknown technique.
+    """
+    return SIZES[technique(name).name][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +126,9 @@ def timed(runner: Runner[Any], step: Step, device: torch.device) -> Callable[[],
 
 def step_parity(runner: Runner[Any], step: Step) -> Parity:
     """One captured step against the same step run eager at the padded size (oracle 1), every output."""
+    before, size = runner.coverage().captured, runner.captured.pad(step.rows)
     got = [tensor.clone() for tensor in run_step(runner, step)]
-    size = runner.captured.pad(step.rows)
-    if size in runner.captured.captured_sizes:
+    if isinstance(size, int) and runner.coverage().captured > before:
         want = runner.run_padded_eager(step.live, size, **step.inputs)
     else:  # it ran eager, at its live size
         want = runner.run_live_eager(step.live, **step.inputs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cglab.lab.capture_limit import CaptureLimit
 from cglab.lab.comparison import Comparison
 from cglab.lab.planning import PHASES
-from cglab.lab.steps import SIZES
+from cglab.lab.steps import SIZES, size_name
 from cglab.lab.views import draw
 from cglab.measure.crossover import find_crossover
 
@@ -30,7 +30,7 @@ class Sweep:
     @property
     def size(self) -> str:
         """What was swept: ``batch`` of decode, ``tokens`` of prefill."""
-        return SIZES[self.comparisons[0].technique][0]
+        return size_name(self.comparisons[0].technique)
 
     @property
     def unit(self) -> str:

@@ -24,7 +24,7 @@ from cglab.errors import CaptureError, ClosedError, ToggleError
 from cglab.graphs.options import CaptureFailedWarning
 from cglab.lab.comparison import Comparison
 from cglab.lab.facade import Lab
-from cglab.lab.steps import SIZES
+from cglab.lab.steps import size_name
 from cglab.lab.techniques import technique
 from cglab.ui.plots import summary
 
@@ -88,7 +88,7 @@ class LabWorker:
             raise ToggleError(f"there is no strip for {technique!r}; good names: {', '.join(LABELS)}")
         self._lab, self.technique = weakref.ref(lab), technique
         self.mode = getattr(lab.captures, technique) or "eager"
-        self.size, self.largest = lab.sizes.default(SIZES[technique][0]), lab.sizes.largest(technique)
+        self.size, self.largest = lab.sizes.default(size_name(technique)), lab.sizes.largest(technique)
 
     @property
     def lab(self) -> Lab:
@@ -116,7 +116,7 @@ class LabWorker:
     def run(self, mode: str, size: int) -> Comparison:
         """Measures in turns, few steps: a strip is for looking, ``cglab bench`` for results."""
         others = [other for other in MODES if other != "eager"] if mode == "eager" else [mode]
-        sizes = {SIZES[self.technique][0]: size}
+        sizes = {size_name(self.technique): size}
         return self.lab.compare(self.technique, ("eager", *others), repeats=5, **sizes)
 
 
