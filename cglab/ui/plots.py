@@ -17,6 +17,7 @@ from cglab.lab.capture_limit import CaptureLimit
 from cglab.lab.comparison import Comparison
 from cglab.lab.planning import PHASES, PhasePlan
 from cglab.lab.sweep import Sweep
+from cglab.ui.loads import occupancy, ttft
 from cglab.ui.recorded import (
     recorded_decode,
     recorded_prefill,
@@ -33,6 +34,7 @@ __all__ = [
     "capture_limit",
     "comparison",
     "coverage",
+    "occupancy",
     "recorded_decode",
     "recorded_prefill",
     "recorded_ttft",
@@ -42,6 +44,7 @@ __all__ = [
     "step_parts",
     "summary",
     "timeline",
+    "ttft",
 ]
 
 PATTERNS = ("", "/", "x", ".", "-", "+")
