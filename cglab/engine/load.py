@@ -122,6 +122,11 @@ class Load:
         """Most new tokens that any of its requests may ask for."""
         return _bounds(self.new_tokens)[1]
 
+    @property
+    def longest(self) -> int:
+        """Most tokens that any of its requests may come to, prompt and new ones."""
+        return self.shared_prefix + _bounds(self.prompt_tokens)[1] + self.most_new_tokens
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values: the workload of a record."""
         return asdict(self)

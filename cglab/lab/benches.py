@@ -15,6 +15,8 @@ import torch
 from cglab.lab import suites
 from cglab.lab.checking import check_technique
 from cglab.lab.decode_bench import decode
+from cglab.lab.load_bench import load
+from cglab.lab.planner_bench import planner
 from cglab.lab.prefill_bench import prefill
 from cglab.lab.recovery import recovery_sweep
 from cglab.lab.step_metrics import Progress, silent
@@ -111,6 +113,10 @@ BENCHES: Mapping[str, Bench] = {
         prefill,
     ),
     "ttft": Bench("time to first token under concurrency, prefill eager, breakable and full in turns", ttft),
+    "load": Bench(
+        "three loads with decoding, prefill eager and breakable in turns: latency, occupancy", load
+    ),
+    "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
     ),

@@ -35,7 +35,7 @@ from cglab.runners.prefill import PrefillRunner
 POINTS = ((8192, 0), (1024, 8192), (2048, 0), (1025, 0), (512, 0), (128, 0))
 """New and cached tokens of the measured steps, largest first, as buckets are captured on first use; 1025 is padded
 to 1280, the most that SGLang's list pads a step of this size."""
-QUICK_POINTS = ((96, 0), (24, 64), (33, 0))
+QUICK_POINTS = ((64, 0), (24, 32), (33, 0))
 SAMPLE_SECONDS = 0.15
 """Length of one sample: as many steps in a row as fit, from 1 to ``CALLS``."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cglab.engine.workload import Step
+from cglab.errors import InputError
 from cglab.graphs.backends import CaptureCost
 from cglab.graphs.breaks import BreakCall
 from cglab.graphs.clocks import clock_for, median_seconds, sample_seconds
@@ -112,15 +113,32 @@ def timed_metrics(
     }  # fmt: skip
     eager_wall = times["eager"].median
     if arm != "eager" and eager_wall is not None and traces["eager"].reliable:
-        predicted = predict_gain(traces["eager"], wall_us=eager_wall * 1e6)
-        told = outcome(predicted, wall * 1e3, trace)
-        work = same_work(traces["eager"], trace)
-        metrics |= {
-            "predicted_gain_ms": told.predicted_us / 1e3, "gained_ms": told.gained_us / 1e3, "outcome": told.verdict,
-            "outcome_text": str(told), "busy_ratio": work.busy_ratio,
-        }  # fmt: skip
-        metrics |= _left_by_breaks(trace, wall, busy / trace.steps / 1e3, told.verdict)
+        metrics |= won_metrics(traces["eager"], eager_wall * 1e6, wall * 1e3, trace)
+        metrics["busy_ratio"] = same_work(traces["eager"], trace).busy_ratio
+        metrics |= _left_by_breaks(trace, wall, busy / trace.steps / 1e3, metrics["outcome"])
     return metrics
+
+
+def won_metrics(
+    eager: Trace, eager_wall_us: float, captured_wall_us: float, captured: Trace | None = None
+) -> dict[str, Any]:
+    """What the eager trace predicts that a graph wins, and what was won; or why nothing can be predicted.
+
+    Args:
+        eager: trace of the eager step.
+        eager_wall_us: its unprofiled wall time.
+        captured_wall_us: that of the captured step.
+        captured: its trace, to explain a difference.
+    """
+    try:
+        predicted = predict_gain(eager, wall_us=eager_wall_us)
+    except InputError as error:
+        return {"outcome": "no prediction", "outcome_text": str(error)}
+    told = outcome(predicted, captured_wall_us, captured)
+    return {
+        "predicted_gain_ms": told.predicted_us / 1e3, "gained_ms": told.gained_us / 1e3, "outcome": told.verdict,
+        "outcome_text": str(told),
+    }  # fmt: skip
 
 
 def _left_by_breaks(trace: Trace, wall_ms: float, busy_ms: float, verdict: str) -> dict[str, Any]:

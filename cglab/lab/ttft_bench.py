@@ -12,6 +12,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from cglab.engine.load import Load
@@ -20,11 +21,10 @@ from cglab.lab.facade import Lab
 from cglab.lab.load_run import LoadRun
 from cglab.lab.opening import open_lab
 from cglab.lab.phases import PREFILL_LIMIT
-from cglab.lab.step_metrics import Progress, model_facts, silent
+from cglab.lab.step_metrics import Progress, model_facts, silent, won_metrics
 from cglab.lab.ttft_grid import ARMS, CAPTURED, FULL_GRID, QUICK_GRID, Point, Probe, estimate, probe_steps
 from cglab.measure.ab import schedule
 from cglab.measure.crossover import find_crossover
-from cglab.measure.prediction import outcome, predict_gain
 from cglab.measure.record import Record, make_record, new_run
 from cglab.measure.statistics import bootstrap_interval, difference, pooled_median
 
@@ -59,7 +59,7 @@ def ttft(
         progress(f"{name}: open")
         with open_lab(
             name, device=device, max_batch=max(point.concurrency for point in points), max_context=context,
-            token_budget=None if large else 96,
+            token_budget=None if large else 64,
         ) as lab:  # fmt: skip
             probes = probe_steps(lab, points, progress)
             progress(f"{name}: {len(points)} points, about {INSTANCES * estimate(lab, points, probes):.0f} s")
@@ -125,12 +125,13 @@ def _measure(
 
 def _figures(runs: Mapping[str, Sequence[LoadRun]], arm: str) -> dict[str, Any]:
     """Times of one arm, its verdict against eager, its tokens against eager's, its forward occupancy."""
-    times = ttft_ms(runs[arm])
+    times, samples = ttft_ms(runs[arm]), _samples(runs[arm])
     interval = bootstrap_interval(times)
     figures: dict[str, Any] = {
         "ttft_ms": pooled_median(times), "ttft_low_ms": interval.low, "ttft_high_ms": interval.high,
         "ttft_p90_ms": _median([each.latency.ttft_ms.p90 for each in runs[arm]]),
-        "queueing_ms": _median([each.latency.queueing_ms.p50 for each in runs[arm]]),
+        "queueing_ms": median(samples["queueing_ms"]),
+        "prefill_ms": median(np.subtract(samples["ttft_ms"], samples["queueing_ms"]).tolist()),
         "run_ms": median(each.result.seconds for each in runs[arm]) * 1e3,
         "occupancy_percent": _median([each.occupancy for each in runs[arm]]),
         "errors": float(sum(each.latency.errors for each in runs[arm])),
@@ -150,20 +151,15 @@ def _gap(runs: Mapping[str, Sequence[LoadRun]], arm: str, probe: Probe) -> dict[
     busy = probe.trace.busy_us()
     if busy is None:  # no device records: there is no such time
         return {}
-    predicted = predict_gain(probe.trace, wall_us=probe.eager_seconds * 1e6)
+    wall, busy = probe.eager_seconds * 1e6, busy / probe.trace.steps
     metrics: dict[str, Any] = {
-        "eager_step_ms": predicted.wall_us / 1e3, "eager_busy_ms": predicted.busy_us / 1e3,
+        "eager_step_ms": wall / 1e3, "eager_busy_ms": busy / 1e3, "gap_share": max(wall - busy, 0.0) / wall,
         "eager_launches": probe.trace.launches / probe.trace.steps,
-        "gap_ms": predicted.gain_us / 1e3, "gap_share": predicted.gain_us / predicted.wall_us,
     }  # fmt: skip
     if arm != "eager":
         steps = runs[arm][0].result.steps
-        took = {a: median(each.result.seconds for each in runs[a]) / steps * 1e6 for a in ("eager", arm)}
-        told = outcome(predicted, predicted.wall_us - (took["eager"] - took[arm]))
-        metrics |= {
-            "predicted_gain_ms": told.predicted_us / 1e3, "gained_ms": told.gained_us / 1e3, "outcome": told.verdict,
-            "outcome_text": str(told),
-        }  # fmt: skip
+        eager, captured = (median(each.result.seconds for each in runs[a]) / steps for a in ("eager", arm))
+        metrics |= won_metrics(probe.trace, wall, wall - (eager - captured) * 1e6)
     return metrics
 
 

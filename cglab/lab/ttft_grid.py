@@ -71,7 +71,7 @@ def grid(sizes: Sequence[tuple[int, int]], concurrencies: Sequence[int]) -> list
 
 
 FULL_GRID = grid(((128, 0), (512, 0), (2048, 0), (8192, 0), (1024, 8192)), (1, 4, 16))
-QUICK_GRID = grid(((24, 0), (64, 0), (24, 48)), (1, 3))
+QUICK_GRID = grid(((16, 0), (48, 0), (16, 32)), (1, 3))
 
 
 def probe_steps(lab: Lab, points: Sequence[Point], progress: Progress) -> dict[Point, Probe]:
