@@ -20,6 +20,7 @@ from cglab.lab.sweep import Sweep
 from cglab.ui.loads import occupancy, ttft
 from cglab.ui.recorded import (
     recorded_decode,
+    recorded_planner,
     recorded_prefill,
     recorded_ttft,
     recorded_ttft_crossover,
@@ -36,6 +37,7 @@ __all__ = [
     "coverage",
     "occupancy",
     "recorded_decode",
+    "recorded_planner",
     "recorded_prefill",
     "recorded_ttft",
     "recorded_ttft_crossover",
@@ -174,7 +176,7 @@ def bucket_plan(result: PhasePlan) -> go.Figure:
         customdata=list(steps.values()),
         hovertemplate=f"%{{customdata}} steps of %{{x}} {unit}<br>%{{y:.3g}} % are no larger<extra></extra>",
     )  # fmt: skip
-    for (name, each), code in zip(result.outcomes.items(), (colour("full"), GREY), strict=True):
+    for (name, each), code in zip(result.outcomes.items(), (colour("plan"), colour("sglang")), strict=True):
         facts = f"{len(each.buckets)} buckets, {each.memory_bytes / 1e6:.3g} MB, waste {each.waste:.1%}"
         label = f"<b>{name}: {each.time_ms:.4g} ms</b><br>{facts}"
         made.add_scatter(

@@ -80,6 +80,20 @@ def recorded_ttft(recorded: Recorded) -> go.Figure:
     )  # fmt: skip
 
 
+def recorded_planner(recorded: Recorded) -> go.Figure:
+    """Time of each recorded load's steps on the planned buckets and on SGLang's list, one panel a phase."""
+    bars = _bars(
+        recorded, recorded.records, "time_ms",
+        lambda each: str(each.workload["phase"]), lambda each: str(each.workload["load"]),
+    )  # fmt: skip
+    if not bars:
+        return empty("Planned buckets on a GPU: not recorded yet", str(recorded))
+    return grouped_bars(
+        f"Planned buckets beside SGLang's list, costs of {recorded.device}", recorded.note, bars,
+        groups="load", heights="time of all steps (ms)",
+    )  # fmt: skip
+
+
 def recorded_ttft_crossover(recorded: Recorded) -> go.Figure:
     """TTFT of each captured arm over eager's by prompt size, one request at a time; dotted at the limit found."""
     if not recorded:
