@@ -117,18 +117,22 @@ class PrefillRunner(Runner[Sequence[Span]]):
         return hidden
 
     @torch.no_grad()
-    def last_logits(self, hidden: Tensor, spans: Sequence[Span]) -> Tensor:
+    def last_logits(
+        self, hidden: Tensor, spans: Sequence[Span], which: Sequence[int] | None = None
+    ) -> Tensor:
         """Scores of the token after each request's last one; eager, after the body.
 
         Args:
             hidden: [tokens, hidden_size], as ``run`` returned them for these spans.
             spans: the step's requests.
+            which: indices of the spans that are asked for, those that end their prompt; None for all.
 
         Returns:
-            [len(spans), vocabulary] in the model's dtype.
+            [spans asked for, vocabulary] in the model's dtype.
         """
-        ends = torch.tensor(list(accumulate(span.length for span in spans)), dtype=torch.int64)
-        return self.model.logits(hidden.index_select(0, ends.to(hidden.device, non_blocking=True) - 1))
+        ends = [end - 1 for end in accumulate(span.length for span in spans)]
+        rows = torch.tensor(ends if which is None else [ends[i] for i in which], dtype=torch.int64)
+        return self.model.logits(hidden.index_select(0, rows.to(hidden.device, non_blocking=True)))
 
     def set_live(self, live: Sequence[Span] | None) -> None:
         """Breaks read the spans of this step; what was derived from the step before is dropped (P45)."""
