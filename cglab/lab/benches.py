@@ -113,14 +113,14 @@ def requests(device: torch.device, *, quick: bool = False, progress: Progress = 
     )
     for dtype, reuse in product((torch.float32, torch.bfloat16), (True, False)):
         for found in check_requests(device, prefix_reuse=reuse, dtype=dtype, progress=progress, **options):
-            records.append(
+            records += [
                 make_record(
                     bench="requests", arm=found.technique, device=device, run=run, model="pico-gqa",
                     weights="trained", dtype=found.dtype, metrics=_flat(found),
                     workload={**options.get("load", LOAD).as_dict(), "prefix_reuse": reuse},
                     notes="; ".join(map(str, found.mismatches[:3])),
                 )
-            )  # fmt: skip
+            ]  # fmt: skip
     return records
 
 

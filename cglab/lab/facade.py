@@ -19,7 +19,7 @@ from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode, sglang
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
-from cglab.lab import steps
+from cglab.lab import steps as held
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.phases import LabPhases
 from cglab.lab.profiles import save_profile, trace_path
@@ -166,11 +166,11 @@ class Lab:
         """
         checked = self._arms(name, arms)
         runners = {arm: self.runner(arm, name) for arm in checked}
-        with steps.fixed_step(self.engine, name, sizes, self._defaults) as step:
+        with held.fixed_step(self.engine, name, sizes, self._defaults) as step:
             before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
-            parity = {arm: steps.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
+            parity = {arm: held.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
             times = interleave(
-                {arm: steps.timed(runner, step, self.device) for arm, runner in runners.items()},
+                {arm: held.timed(runner, step, self.device) for arm, runner in runners.items()},
                 instances=instances,
                 repeats=repeats,
             )
@@ -197,11 +197,11 @@ class Lab:
 
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
-        return {**steps.describe(step, self.runner("eager", name)), "cache": self.max_context}
+        return {**held.describe(step, self.runner("eager", name)), "cache": self.max_context}
 
     def step_parity(self, mode: str, step: Step, name: str = "decode") -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1)."""
-        return steps.step_parity(self.runner(mode, name), step)
+        return held.step_parity(self.runner(mode, name), step)
 
     def sweep(
         self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
@@ -216,7 +216,7 @@ class Lab:
         name: str = "decode",
         arms: Sequence[str] = ("eager", "full"),
         *,
-        repeats: int = 3,
+        steps: int = 3,
         save: str | Path | None = None,
         **sizes: int | None,
     ) -> Profile:
@@ -225,17 +225,17 @@ class Lab:
         Args:
             name: the toggle.
             arms: its values.
-            repeats: traced steps of each arm.
+            steps: traced steps of each arm.
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
             **sizes: of the step, as in ``compare``.
         """
-        traces = {}
-        with steps.fixed_step(self.engine, name, sizes, self._defaults) as step:
-            for arm in self._arms(name, arms):
+        checked, traces = self._arms(name, arms), {}
+        with held.fixed_step(self.engine, name, sizes, self._defaults) as step:
+            for arm in checked:
                 runner = self.runner(arm, name)
                 run = partial(runner.run, step.live, **step.inputs)
                 kept = save and trace_path(save, name, arm)
-                traces[arm] = profile(run, steps=repeats, device=self.device, save=kept)
+                traces[arm] = profile(run, steps=steps, device=self.device, save=kept)
             made = Profile(name, self.name, self.describe(step, name), traces)
         if save is not None:
             save_profile(made, save, self.device)

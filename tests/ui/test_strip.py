@@ -178,7 +178,7 @@ def test_a_real_lab_is_toggled_and_measured(lab):
 def test_n05_a_real_capture_that_fails_leaves_the_lab_s_toggle(lab, monkeypatch):
     lab.captures.decode = "eager"
     strip = lab_strip(lab)
-    monkeypatch.setattr(lab, "_runners", {})
+    monkeypatch.setattr(lab.phases, "_decode", {})
     monkeypatch.setattr(
         "cglab.models.decoder.Decoder.logits", lambda self, hidden: hidden * hidden.max().item()
     )
