@@ -98,7 +98,7 @@ class RequestMemory:
             )
 
     def admit(self, request: Request, *, spare: int) -> bool:
-        """Gives a waiting request its row and all pages of its tokens, known prefixes first.
+        """Gives a waiting request a row, which must be free, and all pages of its tokens, known prefixes first.
 
         At least one token is left to compute, as it is the one that yields the next.
 
@@ -113,11 +113,7 @@ class RequestMemory:
         self.pages.hold(known)  # before looking, so that they do not count as available
         needed = self.layout.pages_of(request.length) - len(known)
         windowed = self.layout.most_window_pages(request.length, self.chunk)
-        if (
-            not self.rows.free
-            or self.pages.available < needed + spare
-            or (windowed and self.window_pages.free < windowed + spare)
-        ):
+        if self.pages.available < needed + spare or (windowed and self.window_pages.free < windowed + spare):
             self.pages.release(known)
             return False
         (request.row,) = self.rows.take()
