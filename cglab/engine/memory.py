@@ -129,8 +129,8 @@ class RequestMemory:
             False, with nothing taken, if there is not enough.
         """
         pages = self.layout.pages_of(tokens)
-        missing = max(pages - len(request.pages), 0)
-        windowed = max(pages - len(request.window_pages), 0) if self.layout.window else 0
+        missing = max(pages - len(request.pages), 0)  # a prompt has all of its pages before its chunks
+        windowed = pages - len(request.window_pages) if self.layout.window else 0
         if missing > self.pages.available or windowed > self.window_pages.free:
             return False
         if missing or windowed:
@@ -153,8 +153,8 @@ class RequestMemory:
                 )
                 request.dirty |= request.pages[index] != own
         if self.layout.window:
-            passed = max(request.computed + 1 - self.layout.window, 0) // size
-            for index in range(min(passed, len(request.window_pages)) - 1, -1, -1):
+            passed = (request.computed + 1 - self.layout.window) // size
+            for index in range(passed - 1, -1, -1):
                 if not request.window_pages[index]:
                     break
                 self.window_pages.give([request.window_pages[index]])

@@ -122,6 +122,9 @@ class Bench:
         assert len(set(batch.requests)) == len(batch.requests)
         for request in batch.requests:
             if request.dirty:
+                before = self.page_table.get(request.row), self.window_table.get(request.row)
+                new = request.computed == request.reused
+                assert new or before != (request.pages, request.window_pages), "written for nothing"
                 self.page_table[request.row] = list(request.pages)
                 self.window_table[request.row] = list(request.window_pages)
                 request.dirty = False

@@ -226,6 +226,15 @@ def test_an_endless_row_of_one_token_requests_does_not_stop_decoding():
     assert kinds == "PDPPDPPDPPD" + "P" * 9, "at most two pass by before it decodes on"
 
 
+def test_in_mixed_batches_nobody_is_passed_by_and_new_prompts_keep_coming():
+    bench = Bench(budget=4, pages=20, rows=3, mixed=True)
+    patient = bench.add([1], 6)
+    for _ in range(6):
+        bench.add([2, 3, 4], 1)
+        bench.step()
+    assert patient.finish == "length" and all(len(batch.requests) == 2 for batch in bench.batches)
+
+
 def test_cancelled_while_waiting():
     bench = Bench(rows=2)
     bench.add([1], 3)
