@@ -6,7 +6,7 @@ beside them, and what was predicted from the eager trace before anything was cap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -15,9 +15,14 @@ import torch
 
 from cglab.lab import suites
 from cglab.lab.checking import CASES, check_technique
-from cglab.lab.decode_bench import Progress, decode, silent
+from cglab.lab.decode_bench import decode
+from cglab.lab.load_bench import load
+from cglab.lab.planner_bench import planner
+from cglab.lab.prefill_bench import prefill
 from cglab.lab.recovery import recovery_sweep
 from cglab.lab.request_cases import LOAD, check_requests
+from cglab.lab.step_metrics import Progress, silent
+from cglab.lab.ttft_bench import ttft
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.record import Record, make_record, new_run
 
@@ -28,11 +33,11 @@ class Bench:
 
     Attributes:
         text: what it measures.
-        run: called with the device, ``quick`` and a progress function; returns the records.
+        run: called with the device, ``quick`` and a progress function; gives the records, each when it is made.
     """
 
     text: str
-    run: Callable[..., list[Record]]
+    run: Callable[..., Iterable[Record]]
 
 
 def recovery(device: torch.device, *, quick: bool = False, progress: Progress = silent) -> list[Record]:
@@ -139,6 +144,15 @@ BENCHES: Mapping[str, Bench] = {
     "decode": Bench(
         "decode step: eager, full and breakable in turns; launches, gaps, floor, capture cost", decode
     ),
+    "prefill": Bench(
+        "prefill step: the arms in turns at several sizes; wall over busy, breaks, padding, capture cost",
+        prefill,
+    ),
+    "ttft": Bench("time to first token under concurrency, prefill eager, breakable and full in turns", ttft),
+    "load": Bench(
+        "three loads with decoding, prefill eager and breakable in turns: latency, occupancy", load
+    ),
+    "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
     ),

@@ -12,20 +12,22 @@ import torch
 
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.engine import Engine
+from cglab.engine.load import Load
 from cglab.engine.requests import Event, Generation, Request, Sampling
 from cglab.engine.workload import Step
-from cglab.errors import ClosedError, InputError, ToggleError
-from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode, sglang_prefill
+from cglab.errors import ClosedError, InputError
+from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
 from cglab.lab import steps as held
 from cglab.lab.comparison import Comparison, Profile
-from cglab.lab.phases import LabPhases
+from cglab.lab.load_run import LoadRun, run_load
+from cglab.lab.phases import LabPhases, prefill_sizes
 from cglab.lab.profiles import save_profile, trace_path
 from cglab.lab.prompts import Prompts, encode, sample_prompts
 from cglab.lab.sweep import Sweep
-from cglab.lab.techniques import Captures, technique
+from cglab.lab.techniques import Captures, check_arms
 from cglab.measure.ab import interleave
 from cglab.measure.memory import Memory, memory_now
 from cglab.measure.parity import Parity
@@ -65,7 +67,7 @@ class Lab:
         if not isinstance(max_batch, int) or max_batch < 1:
             raise InputError(f"max_batch must be a whole number of at least 1, got {max_batch!r}")
         self.buckets = bucket_list(max_batch, sglang_decode if padding else exact_sizes, explicit=buckets)
-        self.prefill_buckets = bucket_list(scheduling.token_budget, sglang_prefill, explicit=prefill_buckets)
+        self.prefill_buckets = prefill_sizes(scheduling.token_budget, prefill_buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
         self.captures = Captures()
         self._closed = False
@@ -106,8 +108,8 @@ class Lab:
 
     def sample_prompts(self, count: int = 2) -> list[Any]:
         """Prompts that this model can take: code where it has a tokenizer, token ids otherwise."""
-        has_text = self.tokenizer is not None
-        return sample_prompts(count, vocabulary=self.config.vocab_size, has_text=has_text)
+        vocabulary, has_text = self.config.vocab_size, self.tokenizer is not None
+        return sample_prompts(count, vocabulary=vocabulary, has_text=has_text)
 
     def generate(
         self,
@@ -142,6 +144,19 @@ class Lab:
         self._require_open()
         return self.engine.stream(requests)
 
+    def load(self, load: Load, *, seconds: float | None = None) -> LoadRun:
+        """Runs a closed-loop load on whatever the toggles say: latency, coverage by phase, forward occupancy.
+
+        Args:
+            load: what to ask; equal loads are the same requests to the byte.
+            seconds: stop after so long; None runs it to its end.
+
+        Raises:
+            InputError: if other requests are in flight, or the cache cannot hold the shared prefix.
+        """
+        self._require_open()
+        return run_load(self.engine, load, self.phases.for_load(load), model=self.name, seconds=seconds)
+
     def compare(
         self,
         name: str = "decode",
@@ -164,7 +179,8 @@ class Lab:
         Raises:
             ToggleError: for an unknown toggle or value.
         """
-        checked = self._arms(name, arms)
+        self._require_open()
+        checked = check_arms(name, arms)
         runners = {arm: self.runner(arm, name) for arm in checked}
         with held.fixed_step(self.engine, name, sizes, self._defaults) as step:
             before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
@@ -180,13 +196,6 @@ class Lab:
             {arm: runner.coverage() - before[arm] for arm, runner in runners.items()},
             {arm: runner.captured.memory() for arm, runner in runners.items()},
         )  # fmt: skip
-
-    def _arms(self, name: str, arms: Sequence[str]) -> list[str]:
-        self._require_open()
-        checked = [technique(name).check(arm) for arm in arms]
-        if len(set(checked)) != len(checked):
-            raise ToggleError(f"arms are compared with each other, each once; got {checked}")
-        return checked
 
     @property
     def _defaults(self) -> dict[str, int]:
@@ -229,7 +238,8 @@ class Lab:
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
             **sizes: of the step, as in ``compare``.
         """
-        checked, traces = self._arms(name, arms), {}
+        self._require_open()
+        checked, traces = check_arms(name, arms), {}
         with held.fixed_step(self.engine, name, sizes, self._defaults) as step:
             for arm in checked:
                 runner = self.runner(arm, name)
@@ -243,24 +253,15 @@ class Lab:
 
     def coverage(self, name: str = "decode") -> dict[str, Coverage]:
         """Captured and eager steps of a technique since the lab was opened, by mode, with reasons."""
-        made = self.phases.made.get(technique(name).name, {})
-        return {mode: runner.coverage() for mode, runner in made.items()}
+        return self.phases.coverage(name)
 
     def memory(self) -> dict[str, Any]:
         """Where the memory is: the device, the graph pool, and each bucket's line of the ledger."""
-        return {
-            "device": self._memory().as_dict(),
-            "pool_bytes": self.group.pool.reserved_bytes,
-            "buckets": {
-                mode if name == "decode" else f"{name} {mode}": runner.captured.memory()
-                for name, made in self.phases.made.items()
-                for mode, runner in made.items()
-            },
-        }
+        pool = self.group.pool.reserved_bytes
+        return {"device": self._memory().as_dict(), "pool_bytes": pool, "buckets": self.phases.ledgers()}
 
     def _memory(self) -> Memory:
-        pool = self.group.pool
-        return memory_now(self.device, pool if isinstance(pool, TapePool) else None)
+        return memory_now(self.device, pool if isinstance(pool := self.group.pool, TapePool) else None)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -291,7 +292,6 @@ class Lab:
         self.close()
 
     def __repr__(self) -> str:
-        state = (
-            "closed" if self._closed else f"{self.captures}, buckets {self.buckets[0]} to {self.buckets[-1]}"
-        )
+        buckets = f"buckets {self.buckets[0]} to {self.buckets[-1]}"
+        state = "closed" if self._closed else f"{self.captures}, {buckets}"
         return f"Lab({self.name}, {self.weights} weights, {self.device}, {self.dtype}; {state})"

@@ -39,7 +39,8 @@ def open_lab(
         max_batch: most requests at once: 8 on a CPU, 64 on a GPU.
         max_context: longest request in tokens: 512 on a CPU, 1024 on a GPU.
         buckets: batch sizes to capture; None takes SGLang's list up to ``max_batch``.
-        prefill_buckets: token counts to capture; None takes SGLang's list up to ``token_budget``.
+        prefill_buckets: token counts to capture; None takes SGLang's list up to ``token_budget`` or, if that is
+            lower, ``phases.PREFILL_LIMIT``.
         token_budget: most tokens of one prefill step, and so a chunk: 256 on a CPU, 8192 on a GPU.
         prefix_reuse: tokens that an earlier request computed are not computed again.
         mixed: requests that decode ride along in prefill steps.

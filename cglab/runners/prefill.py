@@ -182,7 +182,9 @@ class PrefillRunner(Runner[Sequence[Span]]):
         size, length = views["input_ids"].shape[0], self.warmup_length
         if self.backend == "full":  # as many as the axis holds
             length = max(length, -(-size // self.max_requests))
-        self._place([Span(0, 0, min(length, size - start)) for start in range(0, size, length)], views)
+        length = min(length, self.kv.page_table.shape[1] * self.kv.page_size)
+        spans = [Span(0, 0, min(length, size - start)) for start in range(0, size, length)]
+        self._place(spans[: self.max_requests] if self.backend == "full" else spans, views)
 
     def _place(self, spans: Sequence[Span], views: Mapping[str, Tensor]) -> None:
         self.set_live(spans)
@@ -208,8 +210,8 @@ class PrefillRunner(Runner[Sequence[Span]]):
         left, cached = size, self.max_cached
         while left:
             last = self.backend == "full" and len(spans) + 1 == self.max_requests
-            length = left if last else 1 + int(draw(min(left, context), 1))
+            length = min(left, context) if last else 1 + int(draw(min(left, context), 1))
             start = int(draw(max(min(context - length, cached), 0) + 1, 1))
             spans.append(Span(int(draw(rows, 1)), start, length))
-            left, cached = left - length, cached - start
+            left, cached = 0 if last else left - length, cached - start
         self._place(spans, views)
