@@ -9,6 +9,7 @@ import torch
 
 import cglab
 from cglab import errors
+from cglab.engine.load import Load
 from cglab.lab.comparison import TAPE_NOTE
 from cglab.lab.techniques import TECHNIQUES, Captures
 
@@ -67,6 +68,23 @@ def test_a_request_in_a_batch_says_what_it_says_alone(lab, prompts):
     lab.captures.decode = "full"
     together = lab.generate(prompts[:3], 24).tokens
     assert together == [lab.generate([prompt], 24).tokens[0] for prompt in prompts[:3]]
+
+
+def test_a_cache_too_small_for_all_makes_requests_give_way_and_changes_no_token(prompts):
+    options = {"device": "cpu", "max_batch": 4, "max_context": 64, "buckets": [1, 2, 4]}
+    load = Load(5, 4, (3, 20), 40, seed=1)
+    with (
+        cglab.open("pico-gqa", **options) as ample,
+        cglab.open("pico-gqa", cache_tokens=100, **options) as tight,
+    ):
+        roomy, crowded = ample.load(load), tight.load(load)
+        assert roomy.latency.preemptions == 0 < crowded.latency.preemptions
+        assert crowded.parity(roomy).verdict == "bitwise"
+        with pytest.raises(errors.InputError, match="do not fit into a context of 64"):
+            tight.generate([[1] * 60], 8)
+    for size in (0, -1):
+        with pytest.raises(errors.InputError, match="leave none beside the reserved"):
+            cglab.open("pico-gqa", cache_tokens=size, **options)
 
 
 def test_the_end_token_ends_a_request(lab, prompts):
