@@ -92,7 +92,7 @@ class Lab:
             prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
         )  # fmt: skip
         self.engine = Engine(self.model, kv, self.phases, scheduling)
-        self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
+        self.sizes = held.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
     @property
     def max_context(self) -> int:
@@ -219,7 +219,7 @@ class Lab:
 
         Without sizes: every bucket of decode; of prefill the largest step, a quarter of it, and so on.
         """
-        size, swept = steps.size_name(name), sizes or self.sizes.swept(name, options.get("requests", 1))
+        size, swept = held.size_name(name), sizes or self.sizes.swept(name, options.get("requests", 1))
         return Sweep(tuple(self.compare(name, arms, **{size: each, **options}) for each in swept))
 
     def profile(
