@@ -85,6 +85,7 @@ class Engine:
         self.scheduler = Scheduler(layout, options)
         self.now: Callable[[], float] = time.perf_counter
         self.segments = ForwardSegments(clock_for(kv.keys.device), now=self.now)
+        self._weights = 0
         self._watchers: list[list[StepRecord]] = []
         self._ended: list[Event] = []
 
@@ -110,9 +111,19 @@ class Engine:
                 f"prompt {request.index} has token ids outside of 0 to {vocabulary - 1}; "
                 "encode it with this model's tokenizer"
             )
+        if self.idle:
+            self._forget_other_weights()
         event = self.scheduler.add(request, self.now())
         if event is not None:
             self._ended.append(event)
+
+    def _forget_other_weights(self) -> None:
+        """Cached prefixes were computed with the weights of then: with others they would be wrong without a word."""
+        # The version counts writes in place, and torch tells it nowhere else.
+        weights = hash(tuple((p.data_ptr(), p._version) for p in self.model.parameters()))  # noqa: SLF001
+        if weights != self._weights:
+            self.flush_cache()
+        self._weights = weights
 
     def cancel(self, request: Request) -> None:
         """Ends a request early; that too is an event of the next step. Nothing happens to one that has ended."""

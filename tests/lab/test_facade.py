@@ -60,7 +60,8 @@ def test_generation_is_the_same_in_every_mode_with_requests_that_end_at_differen
     assert found["full"].text == [lab.tokenizer.decode(tokens) for tokens in found["full"].tokens]
     assert found["eager"].coverage.reasons == {"BACKEND_EAGER": len(found["eager"].timings.steps)}
     assert found["full"].coverage.share == 1.0 and set(found["full"].timings.step_batches) <= {1, 2, 3, 4}
-    assert lab.engine.rows.free == lab.engine.rows.total and lab.engine.pages.free == lab.engine.pages.total
+    lab.engine.scheduler.check_invariants()
+    assert lab.engine.idle
 
 
 def test_a_request_in_a_batch_says_what_it_says_alone(lab, prompts):
@@ -104,7 +105,7 @@ def test_the_end_token_ends_a_request(lab, prompts):
         ([[]], 4, "prompt 0 is empty"),
         ([[1], [4096]], 4, "prompt 1 has token ids outside of 0 to 4095"),
         ([[1] * 120], 16, "do not fit into a context of 128"),
-        ([[1]], 0, "at least 1"),
+        ([[1]], -1, "at least 0"),
         ([[1.5]], 4, "give a string or a list of token ids"),
         ([[1], [2]], [3], "1 limits for 2 prompts"),
     ],
@@ -112,7 +113,8 @@ def test_the_end_token_ends_a_request(lab, prompts):
 def test_requests_that_can_never_run_are_refused_and_nothing_leaks(lab, prompts_given, limit, told):
     with pytest.raises(errors.InputError, match=told):
         lab.generate(prompts_given, limit)
-    assert lab.engine.pages.free == lab.engine.pages.total
+    lab.engine.scheduler.check_invariants()
+    assert lab.engine.idle
 
 
 def test_comparison_carries_parity_coverage_and_the_honest_note(lab):
@@ -153,7 +155,8 @@ def test_b36_a_replaced_weight_is_refused_by_name_and_a_copy_in_place_is_not(pro
         weight.data = weight.data.clone()
         with pytest.raises(errors.AddressError, match=r"model\.blocks\.2\.feed_forward\.down\.weight"):
             lab.generate(prompts[:1], 4)
-        assert lab.engine.pages.free == lab.engine.pages.total
+        lab.engine.scheduler.check_invariants()
+        assert lab.engine.idle
 
 
 def test_n03_close_gives_back_and_says_so_and_a_closed_lab_refuses(prompts):
