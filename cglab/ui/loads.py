@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from cglab.lab.load_run import LoadRun
 from cglab.lab.load_sweep import LoadSweep
-from cglab.ui.bars import Bar, grouped_bars
+from cglab.ui.bars import Bar, grouped_bars, prompt_panel
 from cglab.ui.style import colour, figure
 
 
@@ -14,7 +14,7 @@ def ttft(result: LoadSweep) -> go.Figure:
     """Median time to first token, one panel a size of the prompts: by concurrency and arm."""
     bars = [
         Bar(
-            f"{row['prompt_tokens']} tokens" + (f" after {row['cached']} cached" if row["cached"] else ""),
+            prompt_panel(row["prompt_tokens"], row["cached"]),
             str(row["concurrency"]), row["arm"], row["ttft_ms"], (row["low_ms"], row["high_ms"]), row["tokens"],
         )
         for row in result.as_frame().to_dict("records")

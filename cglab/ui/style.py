@@ -97,6 +97,11 @@ def empty(title: str, note: str) -> go.Figure:
     return made
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 bucket``, ``2 buckets``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def size_axis(sizes: Sequence[int]) -> dict[str, Any]:
     """An axis with a tick at each size, logarithmic where the sizes span a factor of 16."""
     ticks = sorted(set(sizes))

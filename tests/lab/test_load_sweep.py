@@ -56,7 +56,7 @@ def test_the_table_equals_the_figure(swept):
     assert (frame["low_ms"] <= frame["ttft_ms"]).all() and (frame["ttft_ms"] <= frame["high_ms"]).all()
     drawn = {(trace.name, float(height)) for trace in figure.data for height in trace.y}
     assert drawn == set(zip(frame["arm"], frame["ttft_ms"], strict=True))
-    assert [note.text for note in figure.layout.annotations] == ["12 tokens", "3 tokens after 16 cached"]
+    assert [note.text for note in figure.layout.annotations] == ["12 tokens", "3 tokens<br>after 16 cached"]
     assert TAPE_NOTE in figure.layout.title.subtitle.text and "3 turns" in figure.layout.title.subtitle.text
 
 
