@@ -98,7 +98,7 @@ class RequestMemory:
             )
 
     def admit(self, request: Request, *, spare: int) -> bool:
-        """Gives a waiting request its row and all pages of its tokens, known prefixes first.
+        """Gives a waiting request a row, which must be free, and all pages of its tokens, known prefixes first.
 
         At least one token is left to compute, as it is the one that yields the next.
 
@@ -113,11 +113,7 @@ class RequestMemory:
         self.pages.hold(known)  # before looking, so that they do not count as available
         needed = self.layout.pages_of(request.length) - len(known)
         windowed = self.layout.most_window_pages(request.length, self.chunk)
-        if (
-            not self.rows.free
-            or self.pages.available < needed + spare
-            or (windowed and self.window_pages.free < windowed + spare)
-        ):
+        if self.pages.available < needed + spare or (windowed and self.window_pages.free < windowed + spare):
             self.pages.release(known)
             return False
         (request.row,) = self.rows.take()
@@ -133,8 +129,8 @@ class RequestMemory:
             False, with nothing taken, if there is not enough.
         """
         pages = self.layout.pages_of(tokens)
-        missing = max(pages - len(request.pages), 0)
-        windowed = max(pages - len(request.window_pages), 0) if self.layout.window else 0
+        missing = max(pages - len(request.pages), 0)  # a prompt has all of its pages before its chunks
+        windowed = pages - len(request.window_pages) if self.layout.window else 0
         if missing > self.pages.available or windowed > self.window_pages.free:
             return False
         if missing or windowed:
@@ -157,8 +153,8 @@ class RequestMemory:
                 )
                 request.dirty |= request.pages[index] != own
         if self.layout.window:
-            passed = max(request.computed + 1 - self.layout.window, 0) // size
-            for index in range(min(passed, len(request.window_pages)) - 1, -1, -1):
+            passed = (request.computed + 1 - self.layout.window) // size
+            for index in range(passed - 1, -1, -1):
                 if not request.window_pages[index]:
                     break
                 self.window_pages.give([request.window_pages[index]])

@@ -90,11 +90,3 @@ class DecodeOracles(StepOracles[DecodeRunner]):
     def results(self, runner: DecodeRunner, output: Any, step: Step) -> Outcome:
         """Tokens and logits."""
         return {"tokens": output[0], "logits": output[1]}
-
-    def hostile(self, step: Step) -> Mapping[str, int]:
-        """The first request's row and page, for every slot."""
-        page, inputs = self.kv.page_size, step.inputs
-        return {
-            "input_ids": self.loaded.config.vocab_size - 1, "positions": MAX_CONTEXT - 1, "seq_lens": MAX_CONTEXT,
-            "request_rows": int(inputs["request_rows"][0]), "out_slots": int(inputs["out_slots"][0]) // page * page,
-        }  # fmt: skip

@@ -20,7 +20,7 @@ from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
-from cglab.lab import steps
+from cglab.lab import steps as held
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.load_run import LoadRun, run_load
 from cglab.lab.phases import LabPhases, prefill_sizes
@@ -47,6 +47,7 @@ class Lab:
         model, config, tokenizer: what was opened.
         weights: ``trained`` or ``random``.
         engine: requests and the paged cache.
+        sizes: how large measured steps are, and can be.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Lab:
         dtype: torch.dtype,
         max_batch: int,
         max_context: int | None,
+        cache_tokens: int | None,
         buckets: Sequence[int] | None,
         prefill_buckets: Sequence[int] | None,
         scheduling: SchedulerOptions,
@@ -77,9 +79,12 @@ class Lab:
             name, device=device, dtype=dtype, seed=seed
         )
         context = min(max_context or (512 if device.type == "cpu" else 1024), self.config.max_position)
-        pages = -(-context // PAGE_SIZE) + 1  # one more each, since a request is let in only if all can grow
+        pages = max_batch * (
+            -(-context // PAGE_SIZE) + 1
+        )  # one more each: one is let in only if all can grow
+        pages = pages if cache_tokens is None else -(-cache_tokens // PAGE_SIZE)
         kv = PagedKV(
-            self.config, pages=max_batch * pages + 1, page_size=PAGE_SIZE, rows=max_batch + 1,
+            self.config, pages=pages + 1, page_size=PAGE_SIZE, rows=max_batch + 1,
             max_context=context, device=device, dtype=dtype,
         )  # fmt: skip
         self.phases = LabPhases(
@@ -87,6 +92,7 @@ class Lab:
             prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
         )  # fmt: skip
         self.engine = Engine(self.model, kv, self.phases, scheduling)
+        self.sizes = held.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
     @property
     def max_context(self) -> int:
@@ -182,11 +188,11 @@ class Lab:
         self._require_open()
         checked = check_arms(name, arms)
         runners = {arm: self.runner(arm, name) for arm in checked}
-        with steps.fixed_step(self.engine, name, sizes, self._defaults) as step:
+        with held.fixed_step(self.engine, name, sizes, self.sizes) as step:
             before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
-            parity = {arm: steps.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
+            parity = {arm: held.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
             times = interleave(
-                {arm: steps.timed(runner, step, self.device) for arm, runner in runners.items()},
+                {arm: held.timed(runner, step, self.device) for arm, runner in runners.items()},
                 instances=instances,
                 repeats=repeats,
             )
@@ -197,35 +203,31 @@ class Lab:
             {arm: runner.captured.memory() for arm, runner in runners.items()},
         )  # fmt: skip
 
-    @property
-    def _defaults(self) -> dict[str, int]:
-        return {
-            "batch": min(4, self.buckets[-1]), "context": min(128, self.max_context),
-            "tokens": min(128, self.prefill_buckets[-1]), "cached": 0, "requests": 1,
-        }  # fmt: skip
-
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
-        return {**steps.describe(step, self.runner("eager", name)), "cache": self.max_context}
+        return {**held.describe(step, self.runner("eager", name)), "cache": self.max_context}
 
     def step_parity(self, mode: str, step: Step, name: str = "decode") -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1)."""
-        return steps.step_parity(self.runner(mode, name), step)
+        return held.step_parity(self.runner(mode, name), step)
 
     def sweep(
         self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
-        batches: Sequence[int] | None = None, **options: Any,
+        sizes: Sequence[int] = (), **options: Any,
     ) -> Sweep:  # fmt: skip
-        """``compare`` at several batch sizes, every bucket by default; ``options`` are those of ``compare``."""
-        sizes = batches or self.buckets
-        return Sweep(tuple(self.compare(name, arms, batch=size, **options) for size in sizes))
+        """``compare`` at several batch sizes or, of prefill, numbers of tokens; ``options`` are those of ``compare``.
+
+        Without sizes: every bucket of decode; of prefill the largest step, a quarter of it, and so on.
+        """
+        size, swept = held.size_name(name), sizes or self.sizes.swept(name, options.get("requests", 1))
+        return Sweep(tuple(self.compare(name, arms, **{size: each, **options}) for each in swept))
 
     def profile(
         self,
         name: str = "decode",
         arms: Sequence[str] = ("eager", "full"),
         *,
-        repeats: int = 3,
+        steps: int = 3,
         save: str | Path | None = None,
         **sizes: int | None,
     ) -> Profile:
@@ -234,20 +236,18 @@ class Lab:
         Args:
             name: the toggle.
             arms: its values.
-            repeats: traced steps of each arm.
+            steps: traced steps of each arm.
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
             **sizes: of the step, as in ``compare``.
         """
         self._require_open()
-        traces = {}
-        with steps.fixed_step(self.engine, name, sizes, self._defaults) as step:
-            for arm in check_arms(name, arms):
+        checked, traces = check_arms(name, arms), {}
+        with held.fixed_step(self.engine, name, sizes, self.sizes) as step:
+            for arm in checked:
                 runner = self.runner(arm, name)
-                run, kept = (
-                    partial(runner.run, step.live, **step.inputs),
-                    save and trace_path(save, name, arm),
-                )
-                traces[arm] = profile(run, steps=repeats, device=self.device, save=kept)
+                run = partial(runner.run, step.live, **step.inputs)
+                kept = save and trace_path(save, name, arm)
+                traces[arm] = profile(run, steps=steps, device=self.device, save=kept)
             made = Profile(name, self.name, self.describe(step, name), traces)
         if save is not None:
             save_profile(made, save, self.device)
@@ -263,7 +263,8 @@ class Lab:
         return {"device": self._memory().as_dict(), "pool_bytes": pool, "buckets": self.phases.ledgers()}
 
     def _memory(self) -> Memory:
-        return memory_now(self.device, pool if isinstance(pool := self.group.pool, TapePool) else None)
+        pool = self.group.pool
+        return memory_now(self.device, pool if isinstance(pool, TapePool) else None)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -20,6 +20,7 @@ def open_lab(
     dtype: torch.dtype | None = None,
     max_batch: int | None = None,
     max_context: int | None = None,
+    cache_tokens: int | None = None,
     buckets: Sequence[int] | None = None,
     prefill_buckets: Sequence[int] | None = None,
     token_budget: int | None = None,
@@ -38,6 +39,8 @@ def open_lab(
         dtype: None takes float32 on a CPU, bfloat16 on a GPU.
         max_batch: most requests at once: 8 on a CPU, 64 on a GPU.
         max_context: longest request in tokens: 512 on a CPU, 1024 on a GPU.
+        cache_tokens: tokens that the cache has room for, of all requests together; None for ``max_batch`` of the
+            longest. With less, the youngest request gives way when it is full.
         buckets: batch sizes to capture; None takes SGLang's list up to ``max_batch``.
         prefill_buckets: token counts to capture; None takes SGLang's list up to ``token_budget`` or, if that is
             lower, ``phases.PREFILL_LIMIT``.
@@ -64,7 +67,7 @@ def open_lab(
     return Lab(
         name or settings.read_settings().model, device=where, dtype=dtype,
         max_batch=max_batch if max_batch is not None else (8 if where.type == "cpu" else 64),
-        max_context=max_context, buckets=buckets, prefill_buckets=prefill_buckets,
+        max_context=max_context, cache_tokens=cache_tokens, buckets=buckets, prefill_buckets=prefill_buckets,
         scheduling=SchedulerOptions(budget, prefix_reuse=prefix_reuse, mixed=mixed),
         padding=padding, seed=seed, debug=debug,
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -98,11 +97,3 @@ class PrefillOracles(StepOracles[PrefillRunner]):
         """Hidden states of every token; logits and greedy tokens after the last of each request."""
         logits = runner.last_logits(output, step.live)
         return {"hidden": output, "logits": logits, "tokens": logits.argmax(-1)}
-
-    def hostile(self, step: Step) -> Mapping[str, int]:
-        """The first request's row and page, for every slot."""
-        slot = int(step.inputs["out_slots"][0]) // self.kv.page_size * self.kv.page_size
-        return {
-            "input_ids": self.loaded.config.vocab_size - 1, "positions": MAX_CONTEXT - 1,
-            "out_slots": slot, "request_rows": step.live[0].row,
-        }  # fmt: skip

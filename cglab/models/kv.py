@@ -85,10 +85,22 @@ class LayerPool:
         Returns:
             Keys and values, each [requests, kv_heads, context, head_dim].
         """
-        index, flat, shape = self._index[layer_index], slots.flatten(), slots.shape
-        keys = self.keys[index].index_select(0, flat).unflatten(0, shape).transpose(1, 2)
-        values = self.values[index].index_select(0, flat).unflatten(0, shape).transpose(1, 2)
-        return keys, values
+        keys, values = self.gather(layer_index, slots.flatten())
+        shape = slots.shape
+        return keys.unflatten(0, shape).transpose(1, 2), values.unflatten(0, shape).transpose(1, 2)
+
+    def gather(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, packed.
+
+        Args:
+            layer_index: the layer of the model.
+            slots: [T] int64.
+
+        Returns:
+            Keys and values, each [T, kv_heads, head_dim].
+        """
+        index = self._index[layer_index]
+        return self.keys[index].index_select(0, slots), self.values[index].index_select(0, slots)
 
     def context(self, seq_lens: Tensor, width: int = 1) -> Tensor:
         """The positions that a step of ``width`` new tokens of each request reads.
@@ -195,6 +207,20 @@ class PagedKV:
         """Where a layer of the model keeps its keys and values."""
         return self._pools[layer_index]
 
+    def by_pool(self, out_slots: Tensor, window_out_slots: Tensor | None) -> dict[LayerPool, Tensor]:
+        """Where a step's keys and values go, for each pool.
+
+        Raises:
+            InputError: if slots are missing for a pool, or given for none.
+        """
+        given = [out_slots] if window_out_slots is None else [out_slots, window_out_slots]
+        if len(given) != len(self.pools):
+            raise InputError(
+                f"the cache has {len(self.pools)} pools and slots are given for {len(given)}: "
+                "give window_out_slots where the model has window layers, and only there"
+            )
+        return dict(zip(self.pools, given, strict=True))
+
     @property
     def keys(self) -> Tensor:
         """Keys of the full pool."""
@@ -209,10 +235,6 @@ class PagedKV:
     def page_table(self) -> Tensor:
         """Page table of the full pool."""
         return self.full.page_table
-
-    def write(self, layer_index: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """``LayerPool.write`` for a full-attention layer."""
-        self.full.write(layer_index, slots, key, value)
 
     def watched(self) -> dict[str, Callable[[], Tensor]]:
         """Everything that recordings read by address, for an ``AddressContract``."""

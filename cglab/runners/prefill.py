@@ -34,6 +34,8 @@ from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.base import GraphGroup, Runner
 
 INPUTS = ("input_ids", "positions", "out_slots")
+WINDOW_INPUTS = ("window_out_slots",)
+"""Slots that a model with sliding-window layers adds."""
 REQUEST_AXIS = ("request_rows", "cu_seqlens_q", "cu_seqlens_k")
 WARMUP_LENGTH = 128
 """Tokens of an example request: a kernel's whole tile, and cheap at any bucket, as attention costs their square."""
@@ -58,7 +60,6 @@ class PrefillRunner(Runner[Sequence[Span]]):
     """
 
     technique = "prefill"
-    inputs = INPUTS
     variant: str | None = "prefill"
     waste_ceiling: ClassVar[float | None] = 2.0
 
@@ -82,11 +83,12 @@ class PrefillRunner(Runner[Sequence[Span]]):
                 f"max_cached {max_cached} at least 0"
             )
         self.model, self.kv, self.live = model, kv, LiveSpans()
+        self.inputs = INPUTS + (kv.sliding is not None) * WINDOW_INPUTS
         super().__init__(group, buckets, AddressContract({"model": model, **kv.watched()}), options)
 
     def slots(self) -> dict[str, Slot]:
-        """Three rows of int64, one element a token; and the request axis of a full recording, int32."""
-        tokens = {name: Slot(shape=(-1,), dtype=torch.int64, pad=0) for name in INPUTS}
+        """Rows of int64, one element a token; and the request axis of a full recording, int32."""
+        tokens = {name: Slot(shape=(-1,), dtype=torch.int64, pad=0) for name in self.inputs}
         if self.backend != "full":
             return tokens
         places = (self.max_requests, self.max_requests + 1, self.max_requests + 1)
@@ -99,34 +101,38 @@ class PrefillRunner(Runner[Sequence[Span]]):
         """The body of one prefill step.
 
         Args:
-            **inputs: ``INPUTS``, each [tokens] int64; and ``REQUEST_AXIS``, or none of it for the form with spans.
+            **inputs: ``self.inputs``, each [tokens] int64; and ``REQUEST_AXIS``, or none of it for the form with spans.
 
         Returns:
             [tokens, hidden_size]: normed hidden states in the model's dtype.
         """
         axis = {name: inputs[name] for name in REQUEST_AXIS if inputs.get(name) is not None}
-        slots, keys = inputs["out_slots"], len(inputs["out_slots"]) + self.max_cached
+        slots = {name: inputs[name] for name in self.inputs if name.endswith("out_slots")}
         attention = (
-            RequestAxisAttention(self.kv, out_slots=slots, keys=keys, **axis)
+            RequestAxisAttention(self.kv, keys=len(inputs["out_slots"]) + self.max_cached, **slots, **axis)
             if axis
-            else PrefillAttention(self.kv, out_slots=slots, live=self.live)
+            else PrefillAttention(self.kv, live=self.live, **slots)
         )
         hidden: Tensor = self.model(inputs["input_ids"], inputs["positions"], attention)
         return hidden
 
     @torch.no_grad()
-    def last_logits(self, hidden: Tensor, spans: Sequence[Span]) -> Tensor:
+    def last_logits(
+        self, hidden: Tensor, spans: Sequence[Span], which: Sequence[int] | None = None
+    ) -> Tensor:
         """Scores of the token after each request's last one; eager, after the body.
 
         Args:
             hidden: [tokens, hidden_size], as ``run`` returned them for these spans.
             spans: the step's requests.
+            which: indices of the spans that are asked for, those that end their prompt; None for all.
 
         Returns:
-            [len(spans), vocabulary] in the model's dtype.
+            [spans asked for, vocabulary] in the model's dtype.
         """
-        ends = torch.tensor(list(accumulate(span.length for span in spans)), dtype=torch.int64)
-        return self.model.logits(hidden.index_select(0, ends.to(hidden.device, non_blocking=True) - 1))
+        ends = [end - 1 for end in accumulate(span.length for span in spans)]
+        rows = torch.tensor(ends if which is None else [ends[i] for i in which], dtype=torch.int64)
+        return self.model.logits(hidden.index_select(0, rows.to(hidden.device, non_blocking=True)))
 
     def set_live(self, live: Sequence[Span] | None) -> None:
         """Breaks read the spans of this step; what was derived from the step before is dropped (P45)."""
@@ -187,18 +193,19 @@ class PrefillRunner(Runner[Sequence[Span]]):
 
     def vary(self, views: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Random tokens at random positions, written to distinct slots; requests of other lengths, some cached."""
-        size = views["input_ids"].shape[0]
-        rows, pages = self.kv.page_table.shape
-        slots, context = self.kv.keys.shape[1], pages * self.kv.page_size
+        size, context = views["input_ids"].shape[0], len(self.kv.context_positions)
 
         def draw(high: int, count: int = size) -> Tensor:
             return torch.randint(0, high, (count,), generator=generator)
 
         views["input_ids"].copy_(draw(self.model.config.vocab_size))
         views["positions"].copy_(draw(self.model.config.max_position))
-        views["out_slots"].copy_(
-            torch.randperm(slots, generator=generator)[:size] if slots >= size else draw(slots)
-        )
+        for name, pool in zip(("out_slots", *WINDOW_INPUTS), self.kv.pools, strict=False):
+            slots = pool.keys.shape[1]
+            views[name].copy_(
+                torch.randperm(slots, generator=generator)[:size] if slots >= size else draw(slots)
+            )
+        rows = len(self.kv.page_table)
         spans: list[Span] = []
         left, cached = size, self.max_cached
         while left:

@@ -144,7 +144,7 @@ class PrefillWorld(World):
         """One prefill step: tokens are made up from row and position."""
         places = [(row, start + i) for row, start, length in spans for i in range(length)]
         columns = (
-            [(7 * row + 3 * position) % CONFIG.vocab_size for row, position in places],
+            [(7 * row + 3 * position) % self.config.vocab_size for row, position in places],
             [position for _, position in places],
             [self.slots_of(row)[position] for row, position in places],
         )
@@ -167,6 +167,40 @@ class PrefillWorld(World):
         return got, wanted, after, self.cache()
 
 
+class WindowPrefillWorld(PrefillWorld):
+    """The same with sliding-window layers; a row's pages before its span's window are dropped."""
+
+    config = WINDOWED
+    window_pages = (ROWS - 1) * PAGES_A_ROW + 1
+
+    def inputs(self, spans):
+        """Maps the window pages that the step sees, and no others."""
+        table = torch.zeros_like(self.kv.sliding.page_table, device="cpu")
+        for row, start, length in spans:
+            first = max(start - self.config.sliding_window + 1, 0) // PAGE
+            last = (start + length - 1) // PAGE
+            table[row, first : last + 1] = 1 + (row - 1) * PAGES_A_ROW + torch.arange(first, last + 1).flip(0)
+        self.kv.sliding.page_table.copy_(table)
+        slots = [
+            int(table[row, position // PAGE]) * PAGE + position % PAGE
+            for row, start, length in spans
+            for position in range(start, start + length)
+        ]
+        return {**super().inputs(spans), "window_out_slots": torch.tensor(slots, device=self.device)}
+
+    def cache(self):
+        pools = self.kv.pools
+        return torch.stack([torch.cat([p.keys for p in pools]), torch.cat([p.values for p in pools])])
+
+    def restore(self, cache):
+        first = 0
+        for pool in self.kv.pools:
+            layers = slice(first, first + len(pool.layers))
+            pool.keys.copy_(cache[0, layers])
+            pool.values.copy_(cache[1, layers])
+            first = layers.stop
+
+
 @pytest.fixture
 def world(device):
     """Makes worlds and closes them."""
@@ -183,6 +217,12 @@ def windows(device):
 def prefills(device):
     """Makes worlds with a prefill runner and closes them."""
     yield from worlds(device, PrefillWorld)
+
+
+@pytest.fixture
+def window_prefills(device):
+    """Makes worlds with a prefill runner over sliding-window layers and closes them."""
+    yield from worlds(device, WindowPrefillWorld)
 
 
 def worlds(device, kind):

@@ -1,5 +1,7 @@
 """T6, the prefill body: captured against padded eager, over every split of the tokens into requests."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -58,6 +60,25 @@ def test_p37_p38_one_recording_serves_every_split_and_live_count_bitwise(prefill
         if sum(length for *_, length in spans) > 1:  # a single token is below the waste ceiling
             check(one, spans)
     assert one.runner.coverage().reasons == {}
+
+
+@backends
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(splits(), min_size=1, max_size=3))
+def test_sliding_windows_are_bitwise_too_and_agree_with_live_eager(window_prefills, backend, steps):
+    """Two pools, each with a plan of its own; pages that a window has left are not mapped any more."""
+    one = (
+        window_prefills.made[0] if window_prefills.made else window_prefills(backend, BUCKETS, settings=ROOM)
+    )
+    for spans in steps:
+        if sum(length for *_, length in spans) > 1:
+            before = one.cache()
+            got = check(one, spans)
+            one.restore(before)
+            free = one.step(spans, one.runner.run_live_eager)
+            torch.testing.assert_close(got, free, rtol=1e-4, atol=1e-5)
+    assert one.runner.coverage().reasons == {}
+    assert one.runner.inputs == (*INPUTS, "window_out_slots")
 
 
 @backends
@@ -207,7 +228,7 @@ def test_p39_p45_what_a_step_derives_is_fetched_anew_by_the_next_one(prefills, b
     one = prefills(backend, BUCKETS, settings=ROOM)
     spans = [(1, 9, 4)]
     first = one.step(spans)
-    assert one.runner.live.spans == () and one.runner.live._plan is None
+    assert one.runner.live.spans == () and not one.runner.live._plans
     one.kv.page_table[1] = one.kv.page_table[2]
     again = check(one, spans)
     assert not torch.equal(again, first)
@@ -283,7 +304,7 @@ def test_p47_a_capture_patches_nothing_whether_it_succeeds_or_fails(prefills, ba
     before = functions(one.model)
     one.step([(1, 0, 5)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.kv, "write", broken)
+        patch.setattr(one.kv.full, "write", broken)
         with pytest.raises(Exception, match="out of order"):
             one.runner.capture()
     one.runner.capture()
@@ -299,10 +320,10 @@ def test_p56_an_error_in_a_break_leaves_no_live_spans_and_a_usable_runner(prefil
     one = prefills("breakable", BUCKETS)
     before = one.cache()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.kv, "write", broken)
+        patch.setattr(one.kv.full, "write", broken)
         with pytest.raises(RuntimeError, match="out of order"):
             one.step([(4, 11, 5), (2, 0, 1)])
-    assert one.runner.live.spans == () and one.runner.live._plan is None
+    assert one.runner.live.spans == () and not one.runner.live._plans
     assert same_bits(one.cache(), before)
     check(one, [(4, 11, 3), (2, 0, 1)])
 
@@ -349,9 +370,9 @@ def test_b58_the_warm_ups_length_is_a_setting_and_does_not_change_what_is_record
 ):
     seen, form = [], spans_module.portable
 
-    def watched(query, key, value, out, plan):
-        seen.append((plan.tokens, plan.longest[0]))
-        form(query, key, value, out, plan)
+    def watched(query, key, value, out, query_ends, key_ends, window):
+        seen.append((query_ends[-1], max(end - start for start, end in pairwise(query_ends))))
+        form(query, key, value, out, query_ends, key_ends, window)
 
     monkeypatch.setattr(spans_module, "portable", watched)
     one = prefills("breakable", BUCKETS, settings={"warmup_length": length}, self_check=False)
