@@ -17,6 +17,7 @@ from cglab.lab.comparison import TAPE_NOTE
 from cglab.lab.phases import PREFILL_LIMIT, prefill_sizes
 from cglab.lab.planner_bench import split
 from cglab.lab.prefill_bench import calls_within
+from cglab.lab.recorded import recorded
 from cglab.lab.size_trace import load_size_trace
 from cglab.lab.step_metrics import CALLS, won_metrics
 from cglab.lab.tables import format_table
@@ -103,6 +104,11 @@ def test_the_crossover_is_of_single_requests_and_names_the_default(ttft):
     assert breakable.workload["sizes"] == [16]
     assert breakable.metrics["default_limit"] == PREFILL_LIMIT == prefill_sizes(20000)[-1]
     assert breakable.metrics["crossover"] in ("no win", "crossover", "win everywhere")
+
+
+def test_the_default_limit_is_the_crossover_that_was_recorded():
+    limits = {r.metrics["limit"] for r in recorded("ttft_crossover").records if r.arm == "breakable"}
+    assert limits <= {float(PREFILL_LIMIT)}  # none before the first record
 
 
 def test_a_default_that_comes_out_slower_is_measured_again_with_seven(monkeypatch):
