@@ -151,7 +151,9 @@ def test_prefill_counts_breaks_padding_and_what_capturing_cost(prefill):
     breakable = steps[-1]
     assert breakable.metrics["breaks"] == 6.0  # one a layer
     assert breakable.metrics["padding_waste"] == pytest.approx(12 / 9 - 1)
-    assert breakable.metrics["replay_ms"] > 0 and breakable.metrics["segment_host_us"] > 0
+    assert breakable.metrics["replay_ms"] > 0 and breakable.metrics["break_body_us"] > 0
+    host_us = breakable.metrics["break_host_us"] + breakable.metrics["segment_host_us"]
+    assert breakable.metrics["host_ms"] == pytest.approx(6 * host_us / 1e3)
     assert breakable.samples["bucket"] == [
         40.0,
         16.0,
