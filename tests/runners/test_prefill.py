@@ -404,6 +404,13 @@ class Load:
 
 
 @backends
+def test_b58_an_example_request_is_no_longer_than_a_context(prefills, backend):
+    """Two places of 16 tokens never fill a bucket of 48: its example leaves the rest padding."""
+    one = prefills(backend, (8, 48), settings={"max_requests": 2, "max_cached": 16})
+    check(one, [(1, 0, 16), (2, 0, 13)])
+
+
+@backends
 def test_p80_a_pending_load_into_the_cache_comes_before_the_replay(prefills, backend):
     """Stands for loads of a cache hierarchy: a replay has no waits between its layers, so all of it comes first."""
     one = prefills(backend, BUCKETS, settings=ROOM)
