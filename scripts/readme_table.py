@@ -1,94 +1,182 @@
-"""Write the README's table of results, from records and nothing else.
+"""Write the README's tables of results, from records and nothing else.
 
-    python scripts/readme_table.py            write the block between the markers anew
+    python scripts/readme_table.py            write the blocks between the markers anew
     python scripts/readme_table.py --check    write nothing; exit 1 if the README says something else
 
-The block holds the newest recorded run of each model and batch on a GPU; without one it says so.
+A block holds the newest recorded run of each model and size on a GPU; without one it says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cglab.errors import CglabError
 from cglab.lab.recorded import Recorded, recorded
+from cglab.measure.record import Record
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-BEGIN, END = "<!-- results: begin (scripts/readme_table.py) -->", "<!-- results: end -->"
+ARMS = ("eager", "full", "breakable")
+TIMES = tuple(f"{arm} ms" for arm in ARMS)
 
-NOT_YET = "*Not recorded yet.* `cglab bench decode --save` on a GPU records it."
-HEADER = (
-    "| model | batch | eager ms | full ms | breakable ms | full, times faster | full over floor | parity |\n"
-    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
-)
+Arms = Mapping[str, Record]
 
 
-def block(results: Recorded) -> str:
-    """The table as Markdown, under one line on where and when."""
-    if not results:
-        return NOT_YET
-    arms: dict[tuple[str, int], dict[str, Any]] = {}
-    for record in results.records:
-        key = (record.model or "", record.workload["batch"])
-        arms.setdefault(key, {})[record.arm] = record
-    lines = [_line(model, batch, found) for (model, batch), found in sorted(arms.items())]
-    last = results.records[-1]
-    where = (
-        f"One decode step on one {last.device.name}, recorded on {last.created[:10]} with torch "
-        f"{last.versions['torch']}, random weights for the published shapes; median of interleaved turns, captured "
-        "step against padded eager step for parity. The floor is the bytes read over the measured read bandwidth."
-    )
-    return "\n".join([where, "", HEADER, *lines])
+@dataclass(frozen=True)
+class Table:
+    """One block of the README.
+
+    Attributes:
+        name: in its markers.
+        bench: whose records it holds.
+        what: the sentence over it, up to the machine.
+        how: the sentences after the machine and day.
+        size: entries of a record's workload that make a row with its model.
+        header: of the columns after the model and the size.
+        cells: of the columns after these, from the records of a row by arm.
+    """
+
+    name: str
+    bench: str
+    what: str
+    how: str
+    size: tuple[str, ...]
+    header: tuple[str, ...]
+    cells: Callable[[Arms], Sequence[str]]
+
+    @property
+    def begin(self) -> str:
+        """The line before the block."""
+        return f"<!-- {self.name}: begin (scripts/readme_table.py) -->"
+
+    @property
+    def end(self) -> str:
+        """The line after the block."""
+        return f"<!-- {self.name}: end -->"
+
+    @property
+    def not_yet(self) -> str:
+        """The block without records."""
+        return f"*Not recorded yet.* `cglab bench {self.bench} --save` on a GPU records it."
+
+    def block(self, results: Recorded) -> str:
+        """The table as Markdown, under one line on where and when."""
+        rows: dict[tuple[Any, ...], dict[str, Record]] = {}
+        for record in results.records:
+            if all(name in record.workload for name in self.size):
+                key = (record.model or "", *(record.workload[name] for name in self.size))
+                rows.setdefault(key, {})[record.arm] = record
+        if not rows:
+            return self.not_yet
+        last = results.records[-1]
+        where = (
+            f"{self.what} on one {last.device.name}, recorded on {last.created[:10]} with torch "
+            f"{last.versions['torch']}, random weights for the published shapes; {self.how}"
+        )
+        names = ("model", *self.size, *self.header)
+        rule = ("---", *("---:" for _ in names[1:-1]), "---")
+        lines = [(*map(str, key), *self.cells(arms)) for key, arms in sorted(rows.items())]
+        return "\n".join([where, "", *(f"| {' | '.join(line)} |" for line in (names, rule, *lines))])
 
 
-def _line(model: str, batch: int, arms: dict[str, Any]) -> str:
-    step = {arm: record.metrics.get("step_ms") for arm, record in arms.items()}
-    full = arms["full"].metrics if "full" in arms else {}
-    parity = {str((arms[arm].parity or {}).get("verdict")) for arm in ("full", "breakable") if arm in arms}
-    cells = [
-        model,
-        str(batch),
-        *(_number(step.get(arm), 1.0) for arm in ("eager", "full", "breakable")),
-        _number(step.get("eager"), step.get("full")),
-        _number(step.get("full"), full.get("floor_ms")),
-        " / ".join(sorted(parity)) or "-",
+def _decode(arms: Arms) -> list[str]:
+    full = _metric(arms, "full", "floor_ms")
+    step = {arm: _metric(arms, arm, "step_ms") for arm in ARMS}
+    times = [_number(step[arm]) for arm in ARMS]
+    return [*times, _number(step["eager"], step["full"]), _number(step["full"], full), _parity(arms)]
+
+
+def _ttft(arms: Arms) -> list[str]:
+    times = [_number(_metric(arms, arm, "ttft_ms")) for arm in ARMS]
+    ratio = _number(_metric(arms, "breakable", "ratio_to_eager"))
+    verdict = str(arms["breakable"].metrics.get("verdict")) if "breakable" in arms else "-"
+    return [
+        *times,
+        ratio,
+        verdict,
+        _number(_metric(arms, "eager", "gap_share")),
+        _captured(arms),
+        _parity(arms),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def _number(value: Any, over: Any) -> str:
+def _prefill(arms: Arms) -> list[str]:
+    times = [_number(_metric(arms, arm, "step_ms")) for arm in ARMS]
+    names = ("wall_over_busy", "breaks", "break_us", "padding_waste")
+    return [*times, *(_number(_metric(arms, "breakable", name)) for name in names), _parity(arms)]
+
+
+TABLES = (
+    Table(
+        "results", "decode", "One decode step",
+        "median of interleaved turns, captured step against padded eager step for parity. The floor is the bytes read "
+        "over the measured read bandwidth.",
+        ("batch",), (*TIMES, "full, times faster", "full over floor", "parity"), _decode,
+    ),
+    Table(
+        "ttft", "ttft", "Median time to first token, queueing included,",
+        "arms in turns on the same requests, prompts of fresh tokens after cached ones. The gap is the share of the "
+        "eager step in which the device waits; full runs eager, with its reason, where its request axis ends.",
+        ("tokens", "cached", "concurrency"),
+        (*TIMES, "breakable over eager", "verdict", "gap", "full captured", "parity"), _ttft,
+    ),
+    Table(
+        "prefill", "prefill", "One prefill step of one request",
+        "median of interleaved turns, captured step against padded eager step for parity. Wall over kernel busy, "
+        "breaks and padding are of breakable; a break's cost is what it leaves of the gap.",
+        ("tokens", "cached"), (*TIMES, "wall over busy", "breaks", "us a break", "padding", "parity"), _prefill,
+    ),
+)  # fmt: skip
+
+
+def _metric(arms: Arms, arm: str, name: str) -> Any:
+    return arms[arm].metrics.get(name) if arm in arms else None
+
+
+def _captured(arms: Arms) -> str:
+    counts = arms["full"].coverage if "full" in arms else None
+    return "-" if counts is None else f"{counts['captured']} of {counts['steps']}"
+
+
+def _parity(arms: Arms) -> str:
+    verdicts = {str((arms[arm].parity or {}).get("verdict")) for arm in ARMS[1:] if arm in arms}
+    return " / ".join(sorted(verdicts)) or "-"
+
+
+def _number(value: Any, over: Any = 1.0) -> str:
     known = isinstance(value, int | float) and isinstance(over, int | float)
     return f"{value / over:.2f}" if known else "-"
 
 
-def rewritten(text: str, table: str) -> str:
-    """The README with its block replaced.
+def rewritten(text: str, table: Table, block: str) -> str:
+    """The README with one block replaced.
 
     Raises:
-        ValueError: if the markers are not there, once each and in order.
+        ValueError: if the block's markers are not there, once each and in order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        message = f"README.md needs the lines {BEGIN!r} and {END!r}, once each and in this order"
+    before, begin, rest = text.partition(table.begin)
+    _, end, after = rest.partition(table.end)
+    if not begin or not end or table.begin in rest or table.end in after:
+        message = f"README.md needs the lines {table.begin!r} and {table.end!r}, once each and in this order"
         raise ValueError(message)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return f"{before}{table.begin}\n{block}\n{table.end}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0 when the README says what the records say, 1 otherwise."""
-    parser = argparse.ArgumentParser(description="Write the README's table of results.")
+    parser = argparse.ArgumentParser(description="Write the README's tables of results.")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--folder", type=Path, help="where the records are (default: data/results)")
     parser.add_argument("--readme", type=Path, default=README)
     options = parser.parse_args(arguments)
     try:
-        text = options.readme.read_text(encoding="utf-8")
-        wanted = rewritten(text, block(recorded("decode", options.folder)))
+        text = wanted = options.readme.read_text(encoding="utf-8")
+        for table in TABLES:
+            wanted = rewritten(wanted, table, table.block(recorded(table.bench, options.folder)))
     except (CglabError, OSError, ValueError) as error:
         print(f"no table: {error}", file=sys.stderr)
         return 1

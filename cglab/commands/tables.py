@@ -50,11 +50,18 @@ def results(options: Namespace) -> Outcome:
     return Outcome(table, [record.as_dict() for record in records])
 
 
+_HEADLINES = {
+    "step_ms": "a step", "ttft_ms": "to the first token", "ttft_ms_p50": "to the first token",
+    "time_ms": "for the trace",
+}  # fmt: skip
+
+
 def _headline(record: Record) -> str | None:
-    """The one figure of a record that says most: its step time, or whether it held."""
-    step, held = record.metrics.get("step_ms"), record.metrics.get("ok")
-    if isinstance(step, float):
-        return f"{step:.4g} ms a step"
+    """The one figure of a record that says most: a time, or whether it held."""
+    metrics, held = record.metrics, record.metrics.get("ok")
+    for name, what in _HEADLINES.items():
+        if isinstance(time := metrics.get(name), float):
+            return f"{time:.4g} ms {what}"
     return None if held is None else "holds" if held else "does not hold"
 
 

@@ -198,6 +198,10 @@ class BreakCall:
         self._held, self._structure = tree_flatten(output)
         self._given = {_place(leaf) for leaf in tree_iter((args, kwargs)) if _has_memory(leaf)}
 
+    def call(self) -> Any:
+        """The body alone, on its frozen arguments: what it returns reaches no later segment."""
+        return self._body(*self._args, **self._kwargs)
+
     @torch.no_grad()
     def replay(self) -> None:
         """Runs the body and copies what it returns into the tensors that later segments read.
@@ -207,7 +211,7 @@ class BreakCall:
                 changed, which the recorded segments after it cannot follow (P33, P36).
         """
         with self._guard():
-            fresh, structure = tree_flatten(self._body(*self._args, **self._kwargs))
+            fresh, structure = tree_flatten(self.call())
         if structure != self._structure:
             raise OutputStructureError(
                 f"the break {self.name!r} returned {structure} at replay, {self._structure} at capture",

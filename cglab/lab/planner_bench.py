@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -55,7 +56,7 @@ def planner(
                 costs = {"decode": decode_costs(lab)}  # before the pool has grown for anything else
                 made = lab.load(load)
                 trace = SizeTrace.from_steps(
-                    kind, made.steps, model=name, load=load.as_dict(), payload=made.result.payload
+                    kind, made.steps, model=Path(name).name, load=load.as_dict(), payload=made.result.payload
                 )
                 if large if keep is None else keep:
                     trace.save()

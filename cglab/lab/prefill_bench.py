@@ -104,6 +104,7 @@ def _point(lab: Lab, step: PrefillStep, run: str, *, quick: bool) -> list[Record
             **ledger_metrics(runner.captured.ledger),
             **bare_metrics(runner, step, device, calls=calls),
             **break_metrics(runner, step, device, busy_ms=busy, calls=calls),
+            "calls": float(calls),
             "wall_over_busy": metrics["step_ms"] / busy if busy and metrics["step_ms"] else None,
             "padding_waste": _waste(runner.captured.pad(step.rows), step) if arm != "eager" else 0.0,
         }
@@ -114,7 +115,7 @@ def _point(lab: Lab, step: PrefillStep, run: str, *, quick: bool) -> list[Record
                     "step_ms": [s * 1e3 for i in times[arm].instances for s in i],
                     **ledger_columns(runner.captured.ledger),
                 },
-                workload={**lab.describe(step, "prefill"), "calls": calls, **_axis(runner)},
+                workload={**lab.describe(step, "prefill"), **_axis(runner)},
                 parity=parity.get(arm), coverage=counted, **model_facts(lab),
                 notes="Buckets are SGLang's list, each captured when a step first needed it.",
             )

@@ -160,9 +160,10 @@ def break_metrics(
 ) -> dict[str, float]:
     """The cost of a break, measured directly: nothing for a step without breaks.
 
-    ``break_host_us`` is the body of one break alone and ``segment_host_us`` the launch of one segment, until the
-    host has them behind it: a replay whose device work between two breaks takes longer than both hides them.
-    ``break_replay_us`` is what the bare replay takes beyond the kernel-busy time, for each break.
+    On the host, until the call returns: ``break_body_us`` of the marked function alone, ``break_host_us`` of the whole
+    break, ``segment_host_us`` of the launch of the segment after it; ``host_ms`` is what these come to in a replay.
+    Where that is below the kernel-busy time, the host is ahead of the device and its work is hidden.
+    On the device: ``break_replay_us`` is what the bare replay takes beyond the kernel-busy time, for each break.
 
     Args:
         runner: whose bucket of the step is captured.
@@ -178,10 +179,12 @@ def break_metrics(
     segments = [each for each in recorded if not isinstance(each, BreakCall)]
     seconds = median_seconds(bare(runner, step), clock_for(device, "wall"), repeats=5, warmup=1, calls=calls)
     metrics = {"breaks": float(len(breaks)), "replay_ms": seconds * 1e3}
-    with runner.during(step.live):
+    with runner.during(step.live), torch.no_grad():
         breaks[0].replay()  # the first break of a step derives what all share
+        metrics["break_body_us"] = host_us(breaks[0].call, device)
         metrics["break_host_us"] = host_us(breaks[0].replay, device)
         metrics["segment_host_us"] = host_us(segments[1].replay, device)
+    metrics["host_ms"] = len(breaks) * (metrics["break_host_us"] + metrics["segment_host_us"]) / 1e3
     if busy_ms is not None:
         metrics["break_replay_us"] = max(seconds * 1e6 - busy_ms * 1e3, 0.0) / len(breaks)
     return metrics

@@ -13,7 +13,7 @@ _COLUMNS = {
     "decode": ("step_ms", "ratio_to_eager", "busy_ms", "launches", "kernels", "gap_us", "floor_ms", "predicted_gain_ms",
                "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
     "prefill": ("step_ms", "ratio_to_eager", "verdict", "busy_ms", "wall_over_busy", "launches", "breaks", "break_us",
-                "break_replay_us", "break_host_us", "segment_host_us", "padding_waste", "predicted_gain_ms",
+                "break_replay_us", "break_host_us", "segment_host_us", "host_ms", "padding_waste", "predicted_gain_ms",
                 "gained_ms", "outcome", "buckets", "warmup_s", "capture_s", "capture_gb"),
     "ttft": ("ttft_ms", "queueing_ms", "ratio_to_eager", "verdict", "instances", "gap_share", "predicted_gain_ms",
              "gained_ms", "outcome", "tokens_equal", "occupancy_percent"),

@@ -62,10 +62,10 @@ def ttft(
             token_budget=None if large else 64,
         ) as lab:  # fmt: skip
             probes = probe_steps(lab, points, progress)
-            progress(f"{name}: {len(points)} points, about {INSTANCES * estimate(lab, points, probes):.0f} s")
+            whole = f"{len(points)} points, about {INSTANCES * estimate(lab, points, probes):.0f} s in all"
             fresh: dict[int, dict[str, list[list[float]]]] = {}
-            for point in points:
-                progress(f"{name}: {point}")
+            for number, point in enumerate(points, 1):
+                progress(f"{name}: {point}, {number} of {whole}")
                 records, times = _measure(lab, point, probes[point], run)
                 yield from records
                 if point.concurrency == 1 and not point.cached:

@@ -103,6 +103,7 @@ def estimate(lab: Lab, points: Sequence[Point], probes: Mapping[Point, Probe]) -
     """Seconds that one turn of all arms takes at every point, if all are as slow as eager."""
     budget, total = lab.engine.scheduler.options.token_budget, 0.0
     for point in points:
-        steps = -(-point.load.count // point.requests_a_step(budget)) + -(-point.cached // budget)
+        requests = point.requests_a_step(budget)
+        steps = -(-point.load.count // requests) + point.cached / (requests * point.tokens)
         total += steps * probes[point].eager_seconds
     return total * len(ARMS)

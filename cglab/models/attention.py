@@ -1,10 +1,9 @@
 """Attention of a decode step over the paged cache, as an ``attend`` callable; ``spans`` has that of a prefill.
 
-What only depends on the step (slots and mask) is computed once, when the callable is made, and so is recorded
-with the step. The body, which stores this step's keys and values and attends, is an eager break: a breakable
-capture leaves it out, a full one may record it inline. Its output is allocated before it and written in place
-(P50). The form is portable: gather by slot, then ``scaled_dot_product_attention`` with the query heads of a
-group folded into the query axis.
+What only depends on the step (slots and mask) is computed once, when the callable is made, and so is recorded with
+the step; so is storing this step's keys and values. Attending is an eager break: a breakable capture leaves it out,
+a full one may record it inline. Its output is allocated before it and written in place (P50). The form is portable:
+gather by slot, then ``scaled_dot_product_attention`` with the query heads of a group folded into the query axis.
 """
 
 from __future__ import annotations
@@ -116,14 +115,12 @@ class DecodeAttention:
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         pool = self.kv.pool(layer_index)
         step = self._steps[pool]
+        pool.write(layer_index, step.out_slots, key, value)
         _decode(
             pool,
             layer_index,
             query=query,
-            key=key,
-            value=value,
             out=out,
-            out_slots=step.out_slots,
             slots=step.slots,
             mask=step.mask,
             width=self.width,
@@ -138,26 +135,21 @@ def _decode(
     layer_index: int,
     *,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
     out: Tensor,
-    out_slots: Tensor,
     slots: Tensor,
     mask: Tensor,
     width: int,
     live: LiveRows,
 ) -> None:
-    """Stores keys and values and attends; zeroes the padded rows of ``out`` (P53, P54)."""
-    if live.rows is not None:
+    """Attends; padded rows of ``out`` become zero (P53, P54)."""
+    if live.rows is not None and live.rows < len(slots):
         tokens = live.rows * width
         out[tokens:].zero_()
         if live.rows == 0:
             return
-        query, key, value, out = query[:tokens], key[:tokens], value[:tokens], out[:tokens]
-        out_slots, slots, mask = out_slots[:tokens], slots[: live.rows], mask[: live.rows]
-    pool.write(layer_index, out_slots, key, value)
+        query, out, slots, mask = query[:tokens], out[:tokens], slots[: live.rows], mask[: live.rows]
     keys, values = pool.read(layer_index, slots)
-    split = (len(slots), width, key.shape[1], pool.group, key.shape[2])
+    split = (len(slots), width, keys.shape[1], pool.group, keys.shape[3])
     # [requests, kv_heads, group * width, head_dim]: all queries that read the same key head side by side.
     folded = query.view(split).permute(0, 2, 3, 1, 4).flatten(2, 3)
     attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences, aligned to each one's last key: one function, two forms.
 
-``varlen_kernel`` is one launch for all sequences, FlashAttention's by ``torch.nn.attention.varlen``, on a GPU in half
-precision; ``portable`` is one SDPA for each, anywhere. Their keys are gathered from a pool by ``packed_slots``.
+``varlen_kernel`` is one launch for all sequences, that of ``torch.nn.attention.varlen``, on a GPU in half precision;
+``portable`` is one SDPA for each, anywhere. Their keys are gathered from a pool by ``packed_slots``.
 """
 
 from __future__ import annotations
@@ -114,9 +114,46 @@ def varlen_options(parameters: Collection[str], window: int | None = None) -> di
     return causal | ({"enable_gqa": True} if "enable_gqa" in parameters else {})
 
 
+OPERATOR = (
+    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
+)  # fmt: skip
+"""Leading arguments of the operator behind ``varlen_attn``, as they are known here."""
+
+
+def flash_operator() -> Callable[..., Any] | None:
+    """The operator behind ``varlen_attn``; None where it is not there, or takes other arguments than are known.
+
+    ``varlen_attn`` reaches it through an operator written in Python, which takes the host longer than the launch does:
+    a break, which runs once a layer, is made of little else.
+    """
+    packet = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    if packet is None:
+        return None
+    names = [argument.name for argument in packet.default._schema.arguments]  # noqa: SLF001 (told nowhere else)
+    fits = tuple(names[: len(OPERATOR)]) == OPERATOR and {"window_size_left", "window_size_right"} <= {*names}
+    return packet.default if fits else None
+
+
 @functools.cache
 def varlen_kernel(window: int | None = None) -> Callable[..., Any]:
-    """The installed ``varlen_attn``, set to causal attention with grouped heads; see ``varlen_options``."""
-    from torch.nn.attention.varlen import varlen_attn  # it loads the compiler, so only where it is used
+    """Causal attention with grouped heads over packed sequences, as one kernel.
 
-    return functools.partial(varlen_attn, **varlen_options(inspect.signature(varlen_attn).parameters, window))
+    Args:
+        window: positions that a query sees, its own included; None for all before it.
+
+    Returns:
+        A function of query, key, value, cu_seqlens_q, cu_seqlens_k (int32), and the longest of each, two numbers.
+    """
+    operator = flash_operator()
+    if operator is None:
+        from torch.nn.attention.varlen import varlen_attn  # it loads the compiler, so only where it is used
+
+        options = varlen_options(inspect.signature(varlen_attn).parameters, window)
+        return functools.partial(varlen_attn, **options)
+    no_dropout_causal_no_mask = 0.0, window is None, False
+    sides = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+
+    def kernel(*packed: Any) -> Any:
+        return operator(*packed, *no_dropout_causal_no_mask, **sides)[0]
+
+    return kernel

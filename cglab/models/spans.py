@@ -1,10 +1,11 @@
 """Attention of a prefill step: every request brings its own number of tokens, with cached ones before them.
 
-The body, which stores this step's keys and values and attends, is an eager break: a breakable capture leaves it
-out. What the layers share (cumulative lengths, the slots that packed keys are gathered from) is derived from the
-live spans by the first break of a step and dropped with them, so that nothing of one step reaches the next (P39,
-P45). On a GPU in half precision one varlen kernel attends for all requests, elsewhere one SDPA for each. The output
-is allocated before the break and written in place (P50).
+The recording stores this step's keys and values itself, as where they go is a static input. Attending is an eager
+break: a breakable capture leaves it out, and it costs the host as little as it can. What the layers share (cumulative
+lengths, the slots that packed keys are gathered from) is derived from the live spans by the first break of a step and
+dropped with them, so that nothing of one step reaches the next (P39, P45). On a GPU in half precision one varlen
+kernel attends for all requests, elsewhere one SDPA for each. The output is allocated before the break and written in
+place (P50).
 """
 
 from __future__ import annotations
@@ -153,10 +154,10 @@ class PrefillAttention:
         """Attends in one layer; see ``decoder.Attend``."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         pool = self.kv.pool(layer_index)
-        _prefill(
-            pool, layer_index, query=query, key=key, value=value, out=out,
-            out_slots=self.out_slots[pool], live=self.live,
-        )  # fmt: skip
+        # What is attended to is what the cache holds, so that a prompt in chunks equals the prompt at once.
+        key, value = key.to(pool.keys.dtype), value.to(pool.keys.dtype)
+        pool.write(layer_index, self.out_slots[pool], key, value)
+        _prefill(pool, layer_index, query=query, key=key, value=value, out=out, live=self.live)
         return out
 
 
@@ -169,23 +170,21 @@ def _prefill(
     key: Tensor,
     value: Tensor,
     out: Tensor,
-    out_slots: Tensor,
     live: LiveSpans,
 ) -> None:
-    """Stores keys and values and attends; padded rows of ``out`` become zero (P53, P54)."""
+    """Attends; padded rows of ``out`` become zero (P53, P54)."""
     plan = live.plan(pool)
     tokens = plan.tokens
     if tokens < len(out):
         out[tokens:].zero_()
-    if tokens == 0:
-        return
-    # What is attended to is what the cache holds, so that a prompt in chunks equals the prompt at once.
-    key, value = (new[:tokens].to(pool.keys.dtype) for new in (key, value))
-    pool.write(layer_index, out_slots[:tokens], key, value)
+        if tokens == 0:
+            return
+        query, key, value, out = query[:tokens], key[:tokens], value[:tokens], out[:tokens]
     if plan.key_slots is not None:
         key, value = pool.gather(layer_index, plan.key_slots)
-    query, key, value = query[:tokens], key.to(query.dtype), value.to(query.dtype)
-    out = out[:tokens].view_as(query)
+    if key.dtype != query.dtype:
+        key, value = key.to(query.dtype), value.to(query.dtype)
+    out = out.view_as(query)
     if fits_varlen(query):
         kernel = varlen_kernel(plan.window)
         out.copy_(kernel(query, key, value, plan.cu_seqlens_q, plan.cu_seqlens_k, *plan.longest))

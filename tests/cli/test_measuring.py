@@ -123,6 +123,16 @@ def test_records_are_added_where_they_are_wanted(ask_json, monkeypatch, tmp_path
     assert [record.metrics["quick"] for record in kept] == [False, True]
 
 
+def test_what_a_bench_measured_before_it_was_stopped_is_kept(ask, monkeypatch, tmp_path):
+    def stopped(device, **options):
+        yield from fake_bench()["fake"].run(device, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, "BENCHES", {"fake": Bench("stopped halfway", stopped)})
+    assert ask("bench", "fake", "--record", tmp_path)[0] == 130
+    assert [record.arm for record in load(tmp_path / "fake.jsonl").records] == ["full"]
+
+
 def test_a_bench_whose_arm_is_corrupted_is_status_1(ask_json, monkeypatch):
     monkeypatch.setattr(measuring, "BENCHES", fake_bench("corrupted"))
     assert ask_json("bench", "fake")[0] == 1

@@ -16,6 +16,8 @@ from cglab.measure.machine import Device
 from cglab.measure.record import make_record, new_run
 from scripts import readme_table
 
+DECODE, TTFT, PREFILL = readme_table.TABLES
+
 
 @pytest.fixture(scope="module")
 def readme(root):
@@ -75,7 +77,7 @@ def test_a_row_holds_the_arms_of_one_run_and_their_ratio():
     records = [
         gpu_record(arm, 16, ms, run=run) for arm, ms in (("eager", 30.0), ("full", 6.0), ("breakable", 10.0))
     ]
-    text = readme_table.block(Recorded("decode", tuple(records)))
+    text = DECODE.block(Recorded("decode", tuple(records)))
     assert text.splitlines()[-1] == "| qwen3-8b | 16 | 30.00 | 6.00 | 10.00 | 5.00 | 1.50 | bitwise |"
     assert "H200" in text and "2026-11-29" in text
 
@@ -83,26 +85,60 @@ def test_a_row_holds_the_arms_of_one_run_and_their_ratio():
 def test_a_failed_arm_is_a_dash_and_a_corrupted_one_is_named():
     run = new_run()
     bad = replace(gpu_record("breakable", 1, None, run=run), parity={"verdict": "corrupted"})
-    text = readme_table.block(Recorded("decode", (gpu_record("full", 1, 6.0, run=run), bad)))
+    text = DECODE.block(Recorded("decode", (gpu_record("full", 1, 6.0, run=run), bad)))
     assert text.splitlines()[-1] == "| qwen3-8b | 1 | - | 6.00 | - | - | 1.50 | bitwise / corrupted |"
 
 
-def test_without_records_the_table_says_so_and_how_to_get_them(tmp_path):
+def ttft_record(arm, ttft_ms, *, captured, concurrency=1, **metrics):
+    made = make_record(
+        bench="ttft", arm=arm, device="cpu", run="a", model="qwen3-8b", metrics={"ttft_ms": ttft_ms, **metrics},
+        workload={"tokens": 512, "cached": 0, "concurrency": concurrency},
+        parity=None if arm == "eager" else {"verdict": "bitwise"}, coverage={"captured": captured, "steps": 12},
+    )  # fmt: skip
+    return replace(made, device=Device("H200", "cuda"), created="2026-11-29T12:00:00+00:00")
+
+
+def test_ttft_has_a_row_for_each_size_and_concurrency_with_what_full_could_not_serve():
+    records = [
+        ttft_record("eager", 20.0, captured=0, gap_share=0.5),
+        ttft_record("breakable", 10.0, captured=12, ratio_to_eager=0.5, verdict="faster"),
+        ttft_record("full", 20.0, captured=3),
+    ]
+    head, rule, row = TTFT.block(Recorded("ttft", tuple(records))).splitlines()[2:]
+    assert (
+        row == "| qwen3-8b | 512 | 0 | 1 | 20.00 | 20.00 | 10.00 | 0.50 | faster | 0.50 | 3 of 12 | bitwise |"
+    )
+    assert head.count("|") == rule.count("|") == row.count("|")
+
+
+def test_records_of_no_step_such_as_the_cost_of_all_buckets_are_no_row():
+    everything = replace(ttft_record("breakable", 1.0, captured=0), workload={"captured": "all buckets"})
+    assert PREFILL.block(Recorded("prefill", (everything,))) == PREFILL.not_yet
+    step = replace(
+        everything, workload={"tokens": 512, "cached": 8192}, metrics={"step_ms": 2.0, "breaks": 36.0}
+    )
+    table = PREFILL.block(Recorded("prefill", (step, everything)))
+    assert table.splitlines()[-1] == "| qwen3-8b | 512 | 8192 | - | - | 2.00 | - | 36.00 | - | - | bitwise |"
+
+
+def text_with(*contents):
+    tables = zip(readme_table.TABLES, contents, strict=True)
+    return "".join(f"before\n{table.begin}\n{content}\n{table.end}\nafter\n" for table, content in tables)
+
+
+def test_without_records_the_tables_say_so_and_how_to_get_them(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{readme_table.BEGIN}\nold\n{readme_table.END}\nafter\n")
+    readme.write_text(text_with("old", "", "older"))
     arguments = ["--readme", str(readme), "--folder", str(tmp_path / "none")]
     assert readme_table.main([*arguments, "--check"]) == 1
     assert "old" in readme.read_text()
     assert readme_table.main(arguments) == 0
-    assert (
-        readme.read_text()
-        == f"before\n{readme_table.BEGIN}\n{readme_table.NOT_YET}\n{readme_table.END}\nafter\n"
-    )
+    assert readme.read_text() == text_with(*(table.not_yet for table in readme_table.TABLES))
     assert readme_table.main([*arguments, "--check"]) == 0
 
 
 @pytest.mark.parametrize(
-    "text", ["no markers", readme_table.BEGIN, f"{readme_table.END}\n{readme_table.BEGIN}"]
+    "text", ["no markers", DECODE.begin, f"{DECODE.end}\n{DECODE.begin}", f"{DECODE.begin}\n{DECODE.end}"]
 )
 def test_a_readme_without_markers_is_left_alone(tmp_path, capsys, text):
     readme = tmp_path / "README.md"

@@ -67,6 +67,14 @@ def test_results_are_the_records(ask, ask_json, data):
     assert all(word in out for word in ("decode", "pico-gqa", "full", "batch 1", "2 ms a step", "bitwise"))
 
 
+@pytest.mark.parametrize(
+    ("name", "told"), [("ttft_ms", "2 ms to the first token"), ("time_ms", "2 ms for the trace")]
+)
+def test_a_result_is_told_by_its_own_time(ask, data, name, told):
+    append(data / "results" / "x.jsonl", [record(metrics={name: 2.0})])
+    assert told in ask("results")[1]
+
+
 @pytest.mark.parametrize(("held", "told"), [(True, "holds"), (False, "does not hold")])
 def test_a_record_without_a_step_time_says_whether_it_held(ask, data, held, told):
     append(data / "results" / "parity.jsonl", [record(bench="parity", metrics={"ok": held})])

@@ -261,3 +261,9 @@ def test_plans_that_cannot_be_made_are_refused():
         plan(trace, "decode", measured_costs(ledger((4, 9)), {4: 1.0, 9: 2.0}))
     with pytest.raises(BucketError, match="raise the budget"):
         plan(trace, "decode", costs, BucketBudget(memory_bytes=10))
+
+
+def test_a_bucket_during_whose_capture_the_driver_gave_memory_back_is_free_and_no_budget_for_others():
+    costs = measured_costs(ledger([4, 8], device=lambda size: 50 if size == 8 else -50), {4: 1.0, 8: 2.0})
+    known = costs.at([4, 8]).memory_bytes
+    assert (known[4], known[8]) == (0, 50)

@@ -229,9 +229,30 @@ def test_the_kernel_is_asked_for_causal_grouped_attention_by_its_signature(param
     assert varlen_options(parameters, window) == wanted
 
 
-def test_the_installed_kernel_takes_what_it_is_given():
-    kernel = packed.varlen_kernel(7)
+def test_the_installed_operator_takes_what_it_is_given():
+    """By its schema: on a device without the kernel the call itself is refused, but only once the arguments fit."""
+    operator = packed.flash_operator()
+    assert operator is not None
+    some, ends = torch.zeros(1, 1, 8, dtype=torch.bfloat16), torch.tensor([0, 1], dtype=torch.int32)
+    for window in (None, 7):
+        with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
+            packed.varlen_kernel(window)(some, some, some, ends, ends, 1, 1)
+
+
+def test_without_the_operator_as_it_is_known_the_public_function_is_taken(monkeypatch):
+    monkeypatch.setattr(packed, "flash_operator", lambda: None)
+    kernel = packed.varlen_kernel.__wrapped__(7)
     inspect.signature(kernel.func).bind(*"qkv", "cu_q", "cu_k", 1, 1, **kernel.keywords)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_operator_gives_what_the_public_function_gives(monkeypatch, window):
+    heads = [torch.randn(9, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32, device="cuda")
+    direct = packed.varlen_kernel.__wrapped__(window)(*heads, ends, ends, 5, 5)
+    monkeypatch.setattr(packed, "flash_operator", lambda: None)
+    assert torch.equal(direct, packed.varlen_kernel.__wrapped__(window)(*heads, ends, ends, 5, 5))
 
 
 def stand_in(window, calls):
