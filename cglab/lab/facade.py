@@ -11,7 +11,9 @@ from typing import Any, Self
 import torch
 
 from cglab.engine.batches import SchedulerOptions
+from cglab.engine.cache import paged_kv
 from cglab.engine.engine import Engine
+from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Event, Generation, Request, Sampling
 from cglab.engine.workload import Step
 from cglab.errors import ClosedError, InputError, ToggleError
@@ -30,8 +32,7 @@ from cglab.measure.ab import interleave
 from cglab.measure.memory import Memory, memory_now
 from cglab.measure.parity import Parity
 from cglab.measure.profiling import profile
-from cglab.models.kv import PagedKV
-from cglab.models.loading import load_model
+from cglab.models.loading import find_model, load_model
 from cglab.runners.base import GraphGroup, Runner
 
 PAGE_SIZE = 16
@@ -54,7 +55,7 @@ class Lab:
         device: torch.device,
         dtype: torch.dtype,
         max_batch: int,
-        max_context: int | None,
+        max_context: int,
         buckets: Sequence[int] | None,
         prefill_buckets: Sequence[int] | None,
         scheduling: SchedulerOptions,
@@ -69,17 +70,17 @@ class Lab:
         self.name, self.device, self.dtype = str(name), device, dtype
         self.captures = Captures()
         self._closed = False
+        source = find_model(name)
+        layout = CacheLayout.for_requests(  # before any weight is loaded: sizes that make no sense cost nothing
+            max_batch, min(max_context, source.config.max_position), PAGE_SIZE,
+            budget=scheduling.token_budget, window=source.config.sliding_window,
+        )  # fmt: skip
         self.group = GraphGroup(device)
         self._before = self._memory()
         self.model, self.config, self.tokenizer, self.weights = load_model(
-            name, device=device, dtype=dtype, seed=seed
+            source, device=device, dtype=dtype, seed=seed
         )
-        context = min(max_context or (512 if device.type == "cpu" else 1024), self.config.max_position)
-        pages = -(-context // PAGE_SIZE) + 1  # one more each, since a request is let in only if all can grow
-        kv = PagedKV(
-            self.config, pages=max_batch * pages + 1, page_size=PAGE_SIZE, rows=max_batch + 1,
-            max_context=context, device=device, dtype=dtype,
-        )  # fmt: skip
+        kv = paged_kv(layout, self.config, device=device, dtype=dtype)
         self.phases = LabPhases(
             self.model, kv, self.group, self.captures, buckets=self.buckets,
             prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
@@ -90,6 +91,11 @@ class Lab:
     def max_context(self) -> int:
         """Longest request, prompt and new tokens, in tokens."""
         return self.engine.max_context
+
+    @property
+    def prefix_reuse_reason(self) -> str | None:
+        """Why tokens that an earlier request computed are computed again; None if they are not."""
+        return self.engine.scheduler.prefix_reuse_reason
 
     def runner(self, mode: str | None = None, name: str = "decode") -> Runner[Any]:
         """The runner of a technique and mode (the toggle's own by default), captured on first use."""
@@ -251,11 +257,7 @@ class Lab:
         return {
             "device": self._memory().as_dict(),
             "pool_bytes": self.group.pool.reserved_bytes,
-            "buckets": {
-                mode if name == "decode" else f"{name} {mode}": runner.captured.memory()
-                for name, made in self.phases.made.items()
-                for mode, runner in made.items()
-            },
+            "buckets": self.phases.ledger(),
         }
 
     def _memory(self) -> Memory:

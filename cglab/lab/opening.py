@@ -63,7 +63,8 @@ def open_lab(
     return Lab(
         name or settings.read_settings().model, device=where, dtype=dtype,
         max_batch=max_batch if max_batch is not None else (8 if where.type == "cpu" else 64),
-        max_context=max_context, buckets=buckets, prefill_buckets=prefill_buckets,
+        max_context=max_context if max_context is not None else (512 if where.type == "cpu" else 1024),
+        buckets=buckets, prefill_buckets=prefill_buckets,
         scheduling=SchedulerOptions(budget, prefix_reuse=prefix_reuse, mixed=mixed),
         padding=padding, seed=seed, debug=debug,
     )  # fmt: skip

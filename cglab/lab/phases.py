@@ -77,6 +77,14 @@ class LabPhases:
         """Runners so far, by technique and mode."""
         return {"decode": dict(self._decode), "prefill": dict(self._prefill)}
 
+    def ledger(self) -> dict[str, list[dict[str, Any]]]:
+        """Each captured bucket's line, by technique and mode."""
+        return {
+            mode if name == "decode" else f"{name} {mode}": runner.captured.memory()
+            for name, runners in self.made.items()
+            for mode, runner in runners.items()
+        }
+
     def close(self) -> None:
         """Gives recordings and buffers back; the group is closed by whoever made it."""
         runners: list[Runner[Any]] = [*self._decode.values(), *self._prefill.values()]

@@ -96,14 +96,9 @@ class DecodeAttention:
             InputError: if the sizes do not fit each other, or slots are missing for a pool or given for none.
         """
         self.kv, self.width, self.live = kv, width, live or LiveRows()
-        given = [out_slots] if window_out_slots is None else [out_slots, window_out_slots]
-        if len(given) != len(kv.pools):
-            raise InputError(
-                f"the cache has {len(kv.pools)} pools and slots are given for {len(given)}: "
-                "give window_out_slots where the model has window layers, and only there"
-            )
+        given = kv.by_pool(out_slots, window_out_slots)
         requests = request_rows.shape[0]
-        for slots in given:
+        for slots in given.values():
             if seq_lens.shape[0] != requests or slots.shape[0] != requests * width:
                 raise InputError(
                     f"{requests} request rows, {seq_lens.shape[0]} lengths and {slots.shape[0]} slots do not "
@@ -112,7 +107,7 @@ class DecodeAttention:
         last = (seq_lens.unsqueeze(1) + (kv.context_positions[:width] - width)).unsqueeze(-1)
         self._steps = {
             pool: _PoolStep(pool, slots, request_rows, seq_lens, last)
-            for pool, slots in zip(kv.pools, given, strict=True)
+            for pool, slots in given.items()
             if pool.layers
         }
 

@@ -75,8 +75,21 @@ class LayerPool:
         self.keys[index].index_copy_(0, slots, key)
         self.values[index].index_copy_(0, slots, value)
 
+    def gather(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathers keys and values of one layer, packed.
+
+        Args:
+            layer_index: the layer of the model.
+            slots: [count] int64.
+
+        Returns:
+            Keys and values, each [count, kv_heads, head_dim].
+        """
+        index = self._index[layer_index]
+        return self.keys[index].index_select(0, slots), self.values[index].index_select(0, slots)
+
     def read(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers keys and values of one layer.
+        """Gathers keys and values of one layer, request by request.
 
         Args:
             layer_index: the layer of the model.
@@ -85,10 +98,9 @@ class LayerPool:
         Returns:
             Keys and values, each [requests, kv_heads, context, head_dim].
         """
-        index, flat, shape = self._index[layer_index], slots.flatten(), slots.shape
-        keys = self.keys[index].index_select(0, flat).unflatten(0, shape).transpose(1, 2)
-        values = self.values[index].index_select(0, flat).unflatten(0, shape).transpose(1, 2)
-        return keys, values
+        keys, values = self.gather(layer_index, slots.flatten())
+        shape = slots.shape
+        return keys.unflatten(0, shape).transpose(1, 2), values.unflatten(0, shape).transpose(1, 2)
 
     def context(self, seq_lens: Tensor, width: int = 1) -> Tensor:
         """The positions that a step of ``width`` new tokens of each request reads.
@@ -129,6 +141,7 @@ class PagedKV:
         full: the pool of the layers that see everything before them; a model may have none of these.
         sliding: the pool of the sliding-window layers; None for a model without any.
         context_positions: [max_pages * page_size] int64, 0, 1, 2, ..., of both pools.
+        device: where all of it lives.
         page_size: tokens of a page, of both pools.
         group: query heads that read the same key and value head.
     """
@@ -178,6 +191,7 @@ class PagedKV:
             )
         self.page_size, self.group = page_size, config.group
         self.context_positions = torch.arange(math.ceil(max_context / page_size) * page_size, device=device)
+        self.device = self.context_positions.device
         full = [layer for layer in range(config.num_layers) if layer not in config.window_layers]
         make = partial(LayerPool, config, self.context_positions, page_size=page_size, rows=rows, dtype=dtype)
         self.full: LayerPool = make(layers=full, pages=pages)
@@ -195,30 +209,36 @@ class PagedKV:
         """Where a layer of the model keeps its keys and values."""
         return self._pools[layer_index]
 
-    @property
-    def keys(self) -> Tensor:
-        """Keys of the full pool."""
-        return self.full.keys
+    def by_pool(self, out_slots: Tensor, window_out_slots: Tensor | None) -> dict[LayerPool, Tensor]:
+        """Where a step's keys and values go, in each pool.
 
-    @property
-    def values(self) -> Tensor:
-        """Values of the full pool."""
-        return self.full.values
+        Args:
+            out_slots: [tokens] int64, slots of the full pool.
+            window_out_slots: [tokens] int64, slots of the window pool, if there is one.
 
-    @property
-    def page_table(self) -> Tensor:
-        """Page table of the full pool."""
-        return self.full.page_table
+        Raises:
+            InputError: if slots are missing for a pool, or given for none.
+        """
+        given = [out_slots] if window_out_slots is None else [out_slots, window_out_slots]
+        if len(given) != len(self.pools):
+            raise InputError(
+                f"the cache has {len(self.pools)} pools and slots are given for {len(given)}: "
+                "give window_out_slots where the model has window layers, and only there"
+            )
+        return dict(zip(self.pools, given, strict=True))
 
-    def write(self, layer_index: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """``LayerPool.write`` for a full-attention layer."""
-        self.full.write(layer_index, slots, key, value)
+    def caches(self) -> dict[str, Tensor]:
+        """Keys and values of every pool: all that a step leaves behind."""
+        return {name: tensor() for name, tensor in self._named("keys", "values").items()}
 
     def watched(self) -> dict[str, Callable[[], Tensor]]:
         """Everything that recordings read by address, for an ``AddressContract``."""
+        return self._named("keys", "values", "page_table")
+
+    def _named(self, *tensors: str) -> dict[str, Callable[[], Tensor]]:
         names = {"full": "kv", "sliding": "kv.sliding"} if self.sliding is not None else {"full": "kv"}
         return {
             f"{name}.{tensor}": partial(attrgetter(f"{pool}.{tensor}"), self)
             for pool, name in names.items()
-            for tensor in ("keys", "values", "page_table")
+            for tensor in tensors
         }

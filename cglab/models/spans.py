@@ -1,20 +1,18 @@
 """Attention of a prefill step: every request brings its own number of tokens, with cached ones before them.
 
 The body, which stores this step's keys and values and attends, is an eager break: a breakable capture leaves it
-out. What the layers share (cumulative lengths, the slots that packed keys are gathered from) is derived from the
-live spans by the first break of a step and dropped with them, so that nothing of one step reaches the next (P39,
-P45). One function, two forms: ``varlen`` is one kernel for all requests, on a GPU in half precision; ``portable``
-is one SDPA a request, anywhere. The output is allocated before the break and written in place (P50).
+out. What the layers of a pool share (cumulative lengths, the slots that packed keys are gathered from) is derived from
+the live spans by the first break of a step and dropped with them, so that nothing of one step reaches the next (P39,
+P45). A layer with a window gathers what some query of a span sees, and no more: older pages may have been given back.
+One function, two forms: ``varlen`` is one kernel for all requests, on a GPU in half precision; ``portable`` is one
+SDPA a request, anywhere. The output is allocated before the break and written in place (P50).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +21,8 @@ from torch import Tensor
 
 from cglab.errors import InputError
 from cglab.graphs.breaks import eager_break
-from cglab.models.kv import PagedKV
-
-HALF = (torch.float16, torch.bfloat16)
+from cglab.models.kv import LayerPool, PagedKV
+from cglab.models.varlen import fits_varlen, varlen_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +51,27 @@ class Span:
         """Tokens of the request that are cached after this step."""
         return self.start + self.length
 
+    def cached(self, window: int | None) -> int:
+        """Cached tokens that some of its queries see: all, or with a window those that its first one does."""
+        return self.start if window is None else min(self.start, window - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class SpanPlan:
-    """What all layers of one step share, on the host and on the device.
+    """What the layers of one pool share in a step, on the host and on the device.
 
     Attributes:
+        window: positions that a query sees, its own included; None for all before it.
         query_ends: where each span's tokens end among the step's, after a leading 0.
         key_ends: where each span's keys end among the packed ones, after a leading 0.
         cu_seqlens_q: ``query_ends`` as [spans + 1] int32.
         cu_seqlens_k: ``key_ends`` as [spans + 1] int32.
         longest: most new tokens, and most keys, of one span.
-        key_slots: [keys] int64, where the packed keys live; None if no token was cached before, so that the
-            step's own keys are all there is.
+        key_slots: [keys] int64, where the packed keys live; None if no cached token is seen, so that the step's
+            own keys are all there is.
     """
 
+    window: int | None
     query_ends: list[int]
     key_ends: list[int]
     cu_seqlens_q: Tensor
@@ -77,17 +80,21 @@ class SpanPlan:
     key_slots: Tensor | None
 
     @classmethod
-    def of(cls, spans: Sequence[Span], kv: PagedKV) -> SpanPlan:
-        """Derives the plan of a step over one cache; one copy to the device."""
+    def of(cls, spans: Sequence[Span], pool: LayerPool) -> SpanPlan:
+        """Derives the plan of a step over one pool; one copy to the device."""
+        seen = [span.cached(pool.window) + span.length for span in spans]
         query_ends = list(accumulate((span.length for span in spans), initial=0))
-        key_ends = list(accumulate((span.end for span in spans), initial=0))
-        packed = np.array([*query_ends, *key_ends, *(span.row for span in spans)], dtype=np.int32)
-        on_device = torch.from_numpy(packed).to(kv.page_table.device, non_blocking=True)
-        queries, keys, rows = on_device.split((len(query_ends), len(key_ends), len(spans)))
-        longest = max((s.length for s in spans), default=0), max((s.end for s in spans), default=0)
-        cached = key_ends[-1] > query_ends[-1]
-        slots = packed_slots(kv, rows, keys, key_ends[-1]) if cached else None
-        return cls(query_ends, key_ends, queries, keys, longest, slots)
+        key_ends = list(accumulate(seen, initial=0))
+        firsts = [span.end - keys for span, keys in zip(spans, seen, strict=True)]
+        packed = np.array([*query_ends, *key_ends, *(span.row for span in spans), *firsts], dtype=np.int32)
+        on_device = torch.from_numpy(packed).to(pool.page_table.device, non_blocking=True)
+        ends, count = len(query_ends), len(spans)
+        queries, keys, rows, first = on_device.split((ends, ends, count, count))
+        longest = max((span.length for span in spans), default=0), max(seen, default=0)
+        slots = None
+        if key_ends[-1] > query_ends[-1]:
+            slots = packed_slots(pool, rows, keys, key_ends[-1], None if pool.window is None else first)
+        return cls(pool.window, query_ends, key_ends, queries, keys, longest, slots)
 
     @property
     def tokens(self) -> int:
@@ -106,7 +113,7 @@ class LiveSpans:
 
     def __init__(self, spans: Sequence[Span] = ()) -> None:
         self._spans = tuple(spans)
-        self._plan: tuple[PagedKV, SpanPlan] | None = None
+        self._plans: dict[LayerPool, SpanPlan] = {}
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -115,25 +122,28 @@ class LiveSpans:
 
     @spans.setter
     def spans(self, spans: Sequence[Span]) -> None:
-        self._spans, self._plan = tuple(spans), None
+        self._spans, self._plans = tuple(spans), {}
 
-    def plan(self, kv: PagedKV) -> SpanPlan:
-        """What the layers of this step share over ``kv``; made when it is first asked for."""
-        if self._plan is None or self._plan[0] is not kv:
-            self._plan = (kv, SpanPlan.of(self._spans, kv))
-        return self._plan[1]
+    def plan(self, pool: LayerPool) -> SpanPlan:
+        """What the layers of ``pool`` share in this step; made when it is first asked for."""
+        if pool not in self._plans:
+            self._plans[pool] = SpanPlan.of(self._spans, pool)
+        return self._plans[pool]
 
 
-def packed_slots(kv: PagedKV, request_rows: Tensor, cu_seqlens_k: Tensor, count: int) -> Tensor:
+def packed_slots(
+    pool: LayerPool, request_rows: Tensor, cu_seqlens_k: Tensor, count: int, first: Tensor | None = None
+) -> Tensor:
     """Where the keys of several requests live, one request after the other.
 
     Keys beyond the last one repeat it, so that whatever else the cache holds is not even read.
 
     Args:
-        kv: the cache.
+        pool: where they live.
         request_rows: [requests] integers, rows of the page table.
-        cu_seqlens_k: [requests + 1] integers of the same type, cumulative tokens of the requests.
+        cu_seqlens_k: [requests + 1] integers of the same type, cumulative keys of the requests.
         count: how many slots to give.
+        first: [requests] integers of the same type, position of each request's first key; None for 0.
 
     Returns:
         [count] int64.
@@ -142,36 +152,45 @@ def packed_slots(kv: PagedKV, request_rows: Tensor, cu_seqlens_k: Tensor, count:
     index = torch.minimum(index, cu_seqlens_k[-1] - 1)
     owner = torch.searchsorted(cu_seqlens_k[1:], index, right=True)
     position = index - cu_seqlens_k.index_select(0, owner)
-    page = kv.page_table[request_rows.index_select(0, owner), position // kv.page_size]
-    return page * kv.page_size + position % kv.page_size
+    if first is not None:
+        position = position + first.index_select(0, owner)
+    page = pool.page_table[request_rows.index_select(0, owner), position // pool.page_size]
+    return page * pool.page_size + position % pool.page_size
 
 
 class PrefillAttention:
     """Attention of a step in which each request brings its own number of tokens, cached ones before them."""
 
-    def __init__(self, kv: PagedKV, *, out_slots: Tensor, live: LiveSpans) -> None:
+    def __init__(
+        self, kv: PagedKV, *, out_slots: Tensor, live: LiveSpans, window_out_slots: Tensor | None = None
+    ) -> None:
         """Takes the step's tensors; nothing is computed ahead, as the break reads the lengths on the host.
 
         Args:
             kv: the cache.
             out_slots: [T] int64, where this step's keys and values go; 0 for padding.
             live: the requests, read at every call of the break.
+            window_out_slots: [T] int64, as ``out_slots`` in the window pool, if there is one.
+
+        Raises:
+            InputError: if slots are missing for a pool, or given for none.
         """
-        self.kv, self.out_slots, self.live = kv, out_slots, live
+        self.kv, self.out_slots, self.live = kv, kv.by_pool(out_slots, window_out_slots), live
 
     def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attends in one layer; see ``decoder.Attend``."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+        pool = self.kv.pool(layer_index)
         _prefill(
-            self.kv, layer_index, query=query, key=key, value=value, out=out,
-            out_slots=self.out_slots, live=self.live,
+            pool, layer_index, query=query, key=key, value=value, out=out,
+            out_slots=self.out_slots[pool], live=self.live,
         )  # fmt: skip
         return out
 
 
 @eager_break
 def _prefill(
-    kv: PagedKV,
+    pool: LayerPool,
     layer_index: int,
     *,
     query: Tensor,
@@ -182,25 +201,24 @@ def _prefill(
     live: LiveSpans,
 ) -> None:
     """Stores keys and values and attends; padded rows of ``out`` become zero (P53, P54)."""
-    plan = live.plan(kv)
+    plan = live.plan(pool)
     tokens = plan.tokens
     if tokens < len(out):
         out[tokens:].zero_()
     if tokens == 0:
         return
     # What is attended to is what the cache holds, so that a prompt in chunks equals the prompt at once.
-    key, value = (new[:tokens].to(kv.keys.dtype) for new in (key, value))
-    kv.write(layer_index, out_slots[:tokens], key, value)
+    key, value = (new[:tokens].to(pool.keys.dtype) for new in (key, value))
+    pool.write(layer_index, out_slots[:tokens], key, value)
     if plan.key_slots is not None:
-        key = kv.keys[layer_index].index_select(0, plan.key_slots)
-        value = kv.values[layer_index].index_select(0, plan.key_slots)
-    attend = varlen if fits_varlen(query) else portable
+        key, value = pool.gather(layer_index, plan.key_slots)
+    attend = varlen if fits_varlen(query, pool.window) else portable
     attended = out[:tokens].view(tokens, query.shape[1], query.shape[2])
     attend(query[:tokens], key.to(query.dtype), value.to(query.dtype), attended, plan)
 
 
 def portable(query: Tensor, key: Tensor, value: Tensor, out: Tensor, plan: SpanPlan) -> None:
-    """Causal attention of each span over its own keys, span by span; on any device, in any dtype.
+    """Causal attention of each span over the keys that it sees, span by span; on any device, in any dtype.
 
     Args:
         query: [tokens, heads, head_dim].
@@ -213,9 +231,12 @@ def portable(query: Tensor, key: Tensor, value: Tensor, out: Tensor, plan: SpanP
     spans = zip(pairwise(plan.query_ends), pairwise(plan.key_ends), strict=True)
     for queries, keys in ((slice(*queries), slice(*keys)) for queries, keys in spans):
         new, seen = queries.stop - queries.start, keys.stop - keys.start
-        mask = None
-        if new < seen:  # the last query sees all keys: SDPA's own causal mask would start at the first
+        mask, window = None, plan.window or seen
+        if (
+            new < seen or window < seen
+        ):  # the last query sees the last keys: SDPA's causal mask starts at the first
             mask = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
+            mask = mask.triu(seen - new - window + 1) if window < seen else mask
         attended = F.scaled_dot_product_attention(
             query[queries].transpose(0, 1).unsqueeze(0),
             key[keys].transpose(0, 1).unsqueeze(0).repeat_interleave(group, dim=1),
@@ -228,37 +249,5 @@ def portable(query: Tensor, key: Tensor, value: Tensor, out: Tensor, plan: SpanP
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, out: Tensor, plan: SpanPlan) -> None:
     """``portable`` as one kernel for all spans (FlashAttention's, by ``torch.nn.attention.varlen``)."""
-    out.copy_(varlen_kernel()(query, key, value, plan.cu_seqlens_q, plan.cu_seqlens_k, *plan.longest))
-
-
-def fits_varlen(query: Tensor) -> bool:
-    """Whether the varlen kernel takes such queries: half precision, heads of 8 to 256, on a GPU from Ampere on."""
-    head_dim = query.shape[-1]
-    if not query.is_cuda or query.dtype not in HALF or head_dim % 8 or head_dim > 256:
-        return False
-    return _is_ampere(query.get_device())
-
-
-@functools.cache
-def _is_ampere(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= (8, 0)
-
-
-def varlen_options(parameters: Collection[str]) -> dict[str, Any]:
-    """Arguments that ask ``varlen_attn`` for causal attention with grouped heads, aligned to the last key.
-
-    Its signature has changed between versions. Where it has no ``enable_gqa``, it takes grouped heads as they are.
-
-    Args:
-        parameters: names that the installed function takes.
-    """
-    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in parameters else {"window_size": (-1, 0)}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in parameters else {})
-
-
-@functools.cache
-def varlen_kernel() -> Callable[..., Any]:
-    """The installed ``varlen_attn``, set to causal attention with grouped heads."""
-    from torch.nn.attention.varlen import varlen_attn  # it loads the compiler, so only where it is used
-
-    return functools.partial(varlen_attn, **varlen_options(inspect.signature(varlen_attn).parameters))
+    kernel = varlen_kernel(plan.window)
+    out.copy_(kernel(query, key, value, plan.cu_seqlens_q, plan.cu_seqlens_k, *plan.longest))

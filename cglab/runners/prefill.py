@@ -1,11 +1,12 @@
 """T6, the prefill body: all new tokens of all requests of a step on one token axis.
 
 Captured: embedding, all layers and the last norm, for a fixed number of tokens. Head and logits stay outside, on the
-last row of each request, because few rows need them. Static: the weights, the paged cache and its page table, and
-three input slots (ids, positions, where the new KV goes). How the tokens are split into requests, and how many are
-live, is data, so one recording serves every split. In ``breakable`` attention is an eager break in each layer that
-reads the live spans; in ``full`` it is recorded over a fixed request axis, which three more slots describe. Padded
-tokens write to the reserved slot 0, and their rows are zero after every attention (P53).
+last row of each request, because few rows need them. Static: the weights, the paged cache and its page tables, and
+three input slots (ids, positions, where the new KV goes; with sliding-window layers a fourth, where theirs goes). How
+the tokens are split into requests, and how many are live, is data, so one recording serves every split. In
+``breakable`` attention is an eager break in each layer that reads the live spans; in ``full`` it is recorded over a
+fixed request axis, which three more slots describe. Padded tokens write to the reserved slot 0, and their rows are
+zero after every attention (P53).
 
 It cannot: serve more tokens than its largest bucket, which is the limit up to which a capture pays, or pad a step to
 more than twice its tokens (P7); in ``full``, serve more requests or more cached tokens than the axis holds. Each of
@@ -31,9 +32,10 @@ from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.models.request_axis import RequestAxisAttention
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
-from cglab.runners.base import GraphGroup, Runner
+from cglab.runners.base import GraphGroup, Runner, distinct_slots, window_inputs
 
 INPUTS = ("input_ids", "positions", "out_slots")
+"""Slots of every prefill step."""
 REQUEST_AXIS = ("request_rows", "cu_seqlens_q", "cu_seqlens_k")
 WARMUP_LENGTH = 128
 """Tokens of an example request: a kernel's whole tile, and cheap at any bucket, as attention costs their square."""
@@ -50,15 +52,18 @@ class PrefillRunner(Runner[Sequence[Span]]):
         options: backend, padding and the rest.
         max_requests: places on the request axis of a full recording.
         max_cached: cached tokens, of all requests together, that a full recording has room for beside the new ones;
-            None for as many as the largest bucket has. Every layer gathers that many keys, used or not.
+            None for as many as the largest bucket has. Every layer gathers that many keys, used or not; a layer with
+            a window no more than a window for each place on the axis.
         warmup_length: most tokens of each request of the example that a capture warms up with (B58).
+
+    Attributes:
+        inputs: names of the slots that a caller fills.
 
     Raises:
         InputError: for a warm-up length or a request axis below 1, or negative room for cached tokens.
     """
 
     technique = "prefill"
-    inputs = INPUTS
     variant: str | None = "prefill"
     waste_ceiling: ClassVar[float | None] = 2.0
 
@@ -82,11 +87,12 @@ class PrefillRunner(Runner[Sequence[Span]]):
                 f"max_cached {max_cached} at least 0"
             )
         self.model, self.kv, self.live = model, kv, LiveSpans()
+        self.inputs = INPUTS + window_inputs(kv)
         super().__init__(group, buckets, AddressContract({"model": model, **kv.watched()}), options)
 
     def slots(self) -> dict[str, Slot]:
-        """Three rows of int64, one element a token; and the request axis of a full recording, int32."""
-        tokens = {name: Slot(shape=(-1,), dtype=torch.int64, pad=0) for name in INPUTS}
+        """Rows of int64, one element a token; and the request axis of a full recording, int32."""
+        tokens = {name: Slot(shape=(-1,), dtype=torch.int64, pad=0) for name in self.inputs}
         if self.backend != "full":
             return tokens
         places = (self.max_requests, self.max_requests + 1, self.max_requests + 1)
@@ -99,17 +105,19 @@ class PrefillRunner(Runner[Sequence[Span]]):
         """The body of one prefill step.
 
         Args:
-            **inputs: ``INPUTS``, each [tokens] int64; and ``REQUEST_AXIS``, or none of it for the form with spans.
+            **inputs: ``self.inputs``, each [tokens] int64; and ``REQUEST_AXIS``, or none of it for the form with
+                spans.
 
         Returns:
             [tokens, hidden_size]: normed hidden states in the model's dtype.
         """
         axis = {name: inputs[name] for name in REQUEST_AXIS if inputs.get(name) is not None}
-        slots, keys = inputs["out_slots"], len(inputs["out_slots"]) + self.max_cached
+        slots, windows = inputs["out_slots"], inputs.get("window_out_slots")
+        keys = len(slots) + self.max_cached
         attention = (
-            RequestAxisAttention(self.kv, out_slots=slots, keys=keys, **axis)
+            RequestAxisAttention(self.kv, out_slots=slots, window_out_slots=windows, keys=keys, **axis)
             if axis
-            else PrefillAttention(self.kv, out_slots=slots, live=self.live)
+            else PrefillAttention(self.kv, out_slots=slots, window_out_slots=windows, live=self.live)
         )
         hidden: Tensor = self.model(inputs["input_ids"], inputs["positions"], attention)
         return hidden
@@ -146,7 +154,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         keys = list(accumulate((s.end for s in live), initial=0))
         packed = [*rows, *queries, *[queries[-1]] * absent, *keys, *[keys[-1]] * absent]
         on_device = torch.from_numpy(np.array(packed, dtype=np.int32)).to(
-            self.kv.page_table.device, non_blocking=True
+            self.group.device, non_blocking=True
         )
         places = (self.max_requests, self.max_requests + 1, self.max_requests + 1)
         return dict(zip(REQUEST_AXIS, on_device.split(places), strict=True))
@@ -165,7 +173,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
             return None
         if len(spans) > self.max_requests:
             return Miss(Reason.MORE_REQUESTS, f"{len(spans)} requests, the axis holds {self.max_requests}")
-        cached = sum(span.start for span in spans)
+        cached = max(sum(s.cached(pool.window) for s in spans) for pool in self.kv.pools if pool.layers)
         if cached > self.max_cached:
             return Miss(Reason.MORE_KEYS, f"{cached} cached tokens, there is room for {self.max_cached}")
         bucket = self.captured.pad(tokens)
@@ -186,17 +194,15 @@ class PrefillRunner(Runner[Sequence[Span]]):
     def vary(self, views: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Random tokens at random positions, written to distinct slots; requests of other lengths, some cached."""
         size = views["input_ids"].shape[0]
-        rows, pages = self.kv.page_table.shape
-        slots, context = self.kv.keys.shape[1], pages * self.kv.page_size
+        rows, context = len(self.kv.full.page_table), len(self.kv.context_positions)
 
         def draw(high: int, count: int = size) -> Tensor:
             return torch.randint(0, high, (count,), generator=generator)
 
         views["input_ids"].copy_(draw(self.model.config.vocab_size))
         views["positions"].copy_(draw(self.model.config.max_position))
-        views["out_slots"].copy_(
-            torch.randperm(slots, generator=generator)[:size] if slots >= size else draw(slots)
-        )
+        for name, pool in zip(("out_slots", *window_inputs(self.kv)), self.kv.pools, strict=True):
+            views[name].copy_(distinct_slots(pool, size, generator))
         spans: list[Span] = []
         left, cached = size, self.max_cached
         while left:

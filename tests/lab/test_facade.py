@@ -141,7 +141,7 @@ def test_b36_a_replaced_weight_is_refused_by_name_and_a_copy_in_place_is_not(pro
 def test_n03_close_gives_back_and_says_so_and_a_closed_lab_refuses(prompts):
     lab = cglab.open("pico-gqa", device="cpu", max_batch=2, max_context=64)
     lab.generate(prompts[:1], 2)
-    model, cache = weakref.ref(lab.model), weakref.ref(lab.engine.kv.keys)
+    model, cache = weakref.ref(lab.model), weakref.ref(lab.engine.kv.full.keys)
     held = lab.close()
     assert held is not None and held.allocated == 0 and lab.close() is None
     gc.collect()

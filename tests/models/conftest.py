@@ -50,7 +50,7 @@ class PagedRunner:
             window_pages=self.start_windows(requests, widest),
         )
         self.pages = 1 + torch.arange(requests * each).view(each, requests).t().contiguous()
-        self.kv.page_table[1:] = self.pages.to(device)
+        self.kv.full.page_table[1:] = self.pages.to(device)
         self.lengths = [0] * requests
 
     def start_windows(self, requests, widest):

@@ -94,7 +94,7 @@ def test_b25_decode_over_a_pool_of_nothing_but_the_window_equals_transformers(mi
     window = ours.config.sliding_window
     pages = -(-(window + width - 2) // 4) + 1
     assert runner.kv.sliding.keys.shape[:2] == (len(ours.config.window_layers), 4 * (1 + 3 * pages))
-    assert runner.kv.keys.shape[0] == 4 - len(ours.config.window_layers)
+    assert runner.kv.full.keys.shape[0] == 4 - len(ours.config.window_layers)
     if window == WINDOW:
         assert not runner.kv.sliding.page_table[1, 0] and runner.kv.sliding.page_table[1].any(), (
             "dropped pages"
@@ -139,7 +139,11 @@ def test_pools_are_found_by_layer_and_slots_are_needed_for_each(tiny, paged):
     runner = paged(tiny(num_layers=3, sliding_window=6, window_layers=(0, 2)), 2, 24)
     kv = runner.kv
     assert [kv.pool(layer) is kv.sliding for layer in range(3)] == [True, False, True]
-    assert kv.full.keys is kv.keys and kv.full.values is kv.values and kv.full.page_table is kv.page_table
+    assert (
+        kv.full.keys is kv.full.keys
+        and kv.full.values is kv.full.values
+        and kv.full.page_table is kv.full.page_table
+    )
     assert set(kv.watched()) == {
         f"kv.{name}"
         for pool in ("", "sliding.")
@@ -166,4 +170,4 @@ def test_window_pages_are_for_models_with_window_layers(tiny):
     with pytest.raises(InputError, match="1 window pages leave none beside the reserved one"):
         PagedKV(windowed, window_pages=1, **sizes)
     kv = PagedKV(windowed, window_pages=5, **sizes)
-    assert kv.sliding.keys.shape == (1, 20, 2, 16) and kv.sliding.page_table.shape == kv.page_table.shape
+    assert kv.sliding.keys.shape == (1, 20, 2, 16) and kv.sliding.page_table.shape == kv.full.page_table.shape

@@ -67,7 +67,7 @@ class World:
                           max_context=PAGE * PAGES_A_ROW, device=device, dtype=kv_dtype or dtype,
                           window_pages=self.window_pages)  # fmt: skip
         pages = torch.arange(1, (ROWS - 1) * PAGES_A_ROW + 1, device=device)
-        self.kv.page_table[1:] = pages.view(ROWS - 1, PAGES_A_ROW)
+        self.kv.full.page_table[1:] = pages.view(ROWS - 1, PAGES_A_ROW)
         generator = torch.Generator().manual_seed(seed)
         for cache in self.tensors():
             cache[:, PAGE:].copy_(torch.randn(cache[:, PAGE:].shape, generator=generator))
@@ -84,7 +84,7 @@ class World:
         return [cache for pool in self.kv.pools for cache in (pool.keys, pool.values)]
 
     def slots_of(self, row):
-        return [page * PAGE + i for page in self.kv.page_table[row].tolist() for i in range(PAGE)]
+        return [page * PAGE + i for page in self.kv.full.page_table[row].tolist() for i in range(PAGE)]
 
     def inputs(self, lengths, tokens=None):
         """One decode step of rows 1, 2, ... with these lengths, this step's token included."""
@@ -105,11 +105,11 @@ class World:
         }
 
     def cache(self):
-        return torch.stack([self.kv.keys, self.kv.values]).clone()
+        return torch.stack([self.kv.full.keys, self.kv.full.values]).clone()
 
     def restore(self, cache):
-        self.kv.keys.copy_(cache[0])
-        self.kv.values.copy_(cache[1])
+        self.kv.full.keys.copy_(cache[0])
+        self.kv.full.values.copy_(cache[1])
 
     def close(self):
         self.runner.close()
