@@ -67,7 +67,7 @@ class CacheLayout:
             window: tokens that a sliding-window layer sees; None without such layers.
 
         Raises:
-            InputError: if one of them is not positive.
+            InputError: if there is no request, no context or no window.
         """
         # One page more each, since a request is let in only if all that run can grow.
         full = cls(count * (-(-context // page_size) + 1) + 1, page_size, count + 1, context, window)

@@ -16,7 +16,7 @@ from cglab.engine.engine import Engine
 from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Event, Generation, Request, Sampling
 from cglab.engine.workload import Step
-from cglab.errors import ClosedError, InputError, ToggleError
+from cglab.errors import ClosedError, ToggleError
 from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode, sglang_prefill
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
@@ -63,15 +63,13 @@ class Lab:
         seed: int,
         debug: bool,
     ) -> None:
-        if not isinstance(max_batch, int) or max_batch < 1:
-            raise InputError(f"max_batch must be a whole number of at least 1, got {max_batch!r}")
         self.buckets = bucket_list(max_batch, sglang_decode if padding else exact_sizes, explicit=buckets)
         self.prefill_buckets = bucket_list(scheduling.token_budget, sglang_prefill, explicit=prefill_buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
         self.captures = Captures()
         self._closed = False
         source = find_model(name)
-        layout = CacheLayout.for_requests(  # before any weight is loaded: sizes that make no sense cost nothing
+        layout = CacheLayout.for_requests(  # sizes that make no sense are told before a weight is loaded
             max_batch, min(max_context, source.config.max_position), PAGE_SIZE,
             budget=scheduling.token_budget, window=source.config.sliding_window,
         )  # fmt: skip
@@ -293,7 +291,8 @@ class Lab:
         self.close()
 
     def __repr__(self) -> str:
-        state = (
-            "closed" if self._closed else f"{self.captures}, buckets {self.buckets[0]} to {self.buckets[-1]}"
-        )
+        state = f"{self.captures}, buckets {self.buckets[0]} to {self.buckets[-1]}"
+        if not self._closed and self.prefix_reuse_reason:
+            state += f"; no prefix reuse: {self.prefix_reuse_reason}"
+        state = "closed" if self._closed else state
         return f"Lab({self.name}, {self.weights} weights, {self.device}, {self.dtype}; {state})"

@@ -235,7 +235,7 @@ def test_b35_a_cache_restored_elsewhere_is_refused_by_name(world, name):
     one = world("full")
     values = one.inputs([6, 5, 4])
     one.runner.run(3, **values)
-    setattr(one.kv.full, name, getattr(one.kv, name).clone())
+    setattr(one.kv.full, name, getattr(one.kv.full, name).clone())
     with pytest.raises(AddressError, match=rf"moved: kv\.{name}"):
         one.runner.run(3, **values)
 

@@ -207,7 +207,7 @@ def test_p39_p45_what_a_step_derives_is_fetched_anew_by_the_next_one(prefills, b
     one = prefills(backend, BUCKETS, settings=ROOM)
     spans = [(1, 9, 4)]
     first = one.step(spans)
-    assert one.runner.live.spans == () and one.runner.live._plan is None
+    assert one.runner.live.spans == () and one.runner.live._plans == {}
     one.kv.full.page_table[1] = one.kv.full.page_table[2]
     again = check(one, spans)
     assert not torch.equal(again, first)
@@ -283,7 +283,7 @@ def test_p47_a_capture_patches_nothing_whether_it_succeeds_or_fails(prefills, ba
     before = functions(one.model)
     one.step([(1, 0, 5)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.kv, "write", broken)
+        patch.setattr(one.kv.full, "write", broken)
         with pytest.raises(Exception, match="out of order"):
             one.runner.capture()
     one.runner.capture()
@@ -299,10 +299,10 @@ def test_p56_an_error_in_a_break_leaves_no_live_spans_and_a_usable_runner(prefil
     one = prefills("breakable", BUCKETS)
     before = one.cache()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.kv, "write", broken)
+        patch.setattr(one.kv.full, "write", broken)
         with pytest.raises(RuntimeError, match="out of order"):
             one.step([(4, 11, 5), (2, 0, 1)])
-    assert one.runner.live.spans == () and one.runner.live._plan is None
+    assert one.runner.live.spans == () and one.runner.live._plans == {}
     assert same_bits(one.cache(), before)
     check(one, [(4, 11, 3), (2, 0, 1)])
 
