@@ -79,9 +79,8 @@ def test_b25_decode_over_a_pool_of_nothing_but_the_window_equals_transformers(mi
     tokens = [torch.randint(0, 300, (length // width * width,)) for length in lengths]
     expected = [theirs(ids.unsqueeze(0)).logits[0] for ids in tokens]
     runner = paged(ours, 3, LONGEST, widest=width)
-    for pool in runner.kv.pools:
-        pool.keys.fill_(float("nan"))
-        pool.values.fill_(float("nan"))
+    for cache in runner.kv.caches().values():
+        cache.fill_(float("nan"))
     got = [[] for _ in tokens]
     for start in range(0, LONGEST, width):
         batch = {i: ids[start : start + width] for i, ids in enumerate(tokens) if start + width <= len(ids)}
@@ -99,6 +98,27 @@ def test_b25_decode_over_a_pool_of_nothing_but_the_window_equals_transformers(mi
         assert not runner.kv.sliding.page_table[1, 0] and runner.kv.sliding.page_table[1].any(), (
             "dropped pages"
         )
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@torch.no_grad()
+def test_b25_prompts_in_chunks_over_a_pool_of_nothing_but_the_window_equal_transformers(mix, pair, paged):
+    """Chunks of two requests, shorter and longer than the window, with decode steps in between."""
+    theirs, ours = pair(mix)
+    tokens = [torch.randint(0, 300, (length,)) for length in (30, 21)]
+    runner = paged(ours, 2, LONGEST, widest=9)
+    for cache in runner.kv.caches().values():
+        cache.fill_(float("nan"))
+    got, done = [[], []], [0, 0]
+    for step in ((5, 2), (9, 9), (1, 1), (8, 3), (1, 1), (6, 5)):
+        chunks = {i: ids[done[i] : done[i] + n] for i, (ids, n) in enumerate(zip(tokens, step, strict=True))}
+        run = runner.decode if step == (1, 1) else runner.prefill
+        for request, part in enumerate(ours.logits(run(chunks)).split(step)):
+            got[request].append(part)
+            done[request] += len(part)
+    assert done == [30, 21]
+    for rows, ids in zip(got, tokens, strict=True):
+        torch.testing.assert_close(torch.cat(rows), theirs(ids.unsqueeze(0)).logits[0], rtol=0, atol=1e-4)
 
 
 def test_a_window_layer_reads_the_window_and_not_the_context(tiny, paged):

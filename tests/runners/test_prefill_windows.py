@@ -1,5 +1,6 @@
 """The prefill body of a model with sliding-window layers: captured against eager, over a pool that drops pages."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -156,3 +157,22 @@ def test_b36_the_window_pool_is_under_the_address_contract(window_prefills, back
     setattr(one.kv.sliding, name, getattr(one.kv.sliding, name).clone())
     with pytest.raises(AddressError, match=rf"moved: kv\.sliding\.{name}"):
         one.step([(1, 0, 8)])
+
+
+@backends
+@pytest.mark.parametrize("device", [torch.device("cpu")], ids=str)
+def test_a_model_without_windows_records_nothing_of_them_and_one_with_them_little_more(
+    prefills, window_prefills, monkeypatch, backend
+):
+    """Which keys a window holds is derived once for all its layers, and on the device only where it is recorded."""
+    windows = Counter(window_prefills(backend, (8,)).runner.captured.inspect(8))
+    world = type(prefills(backend, (8,)))
+    monkeypatch.setattr(world, "config", replace(world.config, num_layers=3))
+    plain = Counter(prefills(backend, (8,)).runner.captured.inspect(8))
+    extra = windows - plain
+    if backend == "breakable":
+        assert windows == plain
+        return
+    assert not plain - windows and 0 < extra.total() < 40
+    assert {"aten::cumsum", "aten::clamp_min"} <= extra.keys() - plain.keys()
+    assert not extra.keys() & {"aten::mm", "aten::index_copy_", "aten::_scaled_dot_product_attention_math"}
