@@ -43,10 +43,13 @@ def bench(options: Namespace) -> Outcome:
         known = "; ".join(f"{name} ({each.text})" for name, each in BENCHES.items())
         raise InputError(f"{options.name!r} is no bench; there are {known}")
     folder = settings.read_settings().data / "results" if options.save else options.record
+    records: list[Record] = []
     with progress_bar(None, options.name, "stage") as bar:
-        records = chosen.run(settings.device(), quick=options.quick, progress=partial(advance, bar))
+        for record in chosen.run(settings.device(), quick=options.quick, progress=partial(advance, bar)):
+            records.append(record)
+            if folder is not None:  # at once: whatever ends the bench early leaves what it has measured
+                append(folder / f"{options.name}.jsonl", [record])
     if folder is not None:
-        append(folder / f"{options.name}.jsonl", records)
         note(f"{len(records)} records added to {folder / options.name}.jsonl")
     return Outcome(
         format_table(records), [r.as_dict() for r in records], HOLDS if all(map(_holds, records)) else FAILS

@@ -80,6 +80,7 @@ class Engine:
         self.scheduler = Scheduler(layout_of(kv, self.max_context), options)
         self.now: Callable[[], float] = time.perf_counter
         self.segments = ForwardSegments(clock_for(kv.device), now=self.now)
+        self._weights = 0
         self._watchers: list[list[StepRecord]] = []
         self._ended: list[Event] = []
 
@@ -105,9 +106,19 @@ class Engine:
                 f"prompt {request.index} has token ids outside of 0 to {vocabulary - 1}; "
                 "encode it with this model's tokenizer"
             )
+        if self.idle:
+            self._forget_other_weights()
         event = self.scheduler.add(request, self.now())
         if event is not None:
             self._ended.append(event)
+
+    def _forget_other_weights(self) -> None:
+        """Cached prefixes were computed with the weights of then: with others they would be wrong without a word."""
+        # The version counts writes in place, and torch tells it nowhere else.
+        weights = hash(tuple((p.data_ptr(), p._version) for p in self.model.parameters()))  # noqa: SLF001
+        if weights != self._weights:
+            self.flush_cache()
+        self._weights = weights
 
     def cancel(self, request: Request) -> None:
         """Ends a request early; that too is an event of the next step. Nothing happens to one that has ended."""
@@ -165,35 +176,40 @@ class Engine:
         events, self._ended = self._ended, []
         return events
 
-    @torch.no_grad()
     def compute(self, batch: Batch) -> list[int]:
         """The next token of every chunk that reaches its request's end."""
+        return [int(token) for token in self.forward(batch)[0].tolist()]
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Runs a batch on the runner of its phase.
+
+        Returns:
+            The next token of every chunk that reaches its request's end, [chunks] int64, and the logits that it was
+            chosen from, [chunks, vocabulary]; both may be overwritten by the next step.
+        """
         write_page_tables(self.kv, batch.requests)
         if isinstance(batch, PrefillBatch):
             return self._prefill(batch)
         runner = self.phases.decode(sampling=any(r.sampling.temperature for r in batch.requests))
         inputs = step_inputs(batch.chunks, runner.inputs, self.kv)
         with self.segments.timed("decode"):
-            tokens, _ = runner.run(len(batch.requests), **inputs)
-        return [int(token) for token in tokens.tolist()]
+            tokens, logits = runner.run(len(batch.requests), **inputs)
+        return tokens, logits
 
-    def _prefill(self, batch: PrefillBatch) -> list[int]:
+    def _prefill(self, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
         runner, spans = self.phases.prefill(), spans_of(batch.chunks)
         inputs = step_inputs(batch.chunks, runner.inputs, self.kv)
+        ending = [index for index, chunk in enumerate(batch.chunks) if chunk.last]
         with self.segments.timed("prefill"):
             hidden = runner.run(spans, **inputs)
-            last = [index for index, chunk in enumerate(batch.chunks) if chunk.last]
-            if not last:
-                return []
-            tokens = self._sampled(runner.last_logits(hidden, spans), batch)
-        return [int(token) for index, token in enumerate(tokens.tolist()) if batch.chunks[index].last]
-
-    def _sampled(self, logits: Tensor, batch: PrefillBatch) -> Tensor:
-        """Tokens of all chunks, drawn as a decode step draws: by seed and position."""
-        if not any(request.sampling.temperature for request in batch.requests):
-            return logits.argmax(-1)
-        draws = step_inputs(batch.chunks, ("temperatures", "seeds", "seq_lens"), self.kv)
-        return sample(logits, draws["temperatures"], draws["seeds"], draws["seq_lens"] - 1)
+            logits = runner.last_logits(hidden, spans, ending)
+            chunks = [batch.chunks[index] for index in ending]
+            if not any(chunk.request.sampling.temperature for chunk in chunks):
+                return logits.argmax(-1), logits
+            # Drawn as a decode step draws: by seed and by the position of the token before.
+            draws = step_inputs(chunks, ("temperatures", "seeds", "seq_lens"), self.kv)
+            return sample(logits, draws["temperatures"], draws["seeds"], draws["seq_lens"] - 1), logits
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Runs requests to their end; whatever stops that early cancels the rest.

@@ -117,6 +117,16 @@ class Load:
     def _generator(self, stream: int) -> np.random.Generator:
         return np.random.default_rng((self.seed, stream))
 
+    @property
+    def most_new_tokens(self) -> int:
+        """Most new tokens that any of its requests may ask for."""
+        return _bounds(self.new_tokens)[1]
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that any of its requests may come to, prompt and new ones."""
+        return self.shared_prefix + _bounds(self.prompt_tokens)[1] + self.most_new_tokens
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values: the workload of a record."""
         return asdict(self)

@@ -55,7 +55,14 @@ class CacheLayout:
 
     @classmethod
     def for_requests(
-        cls, count: int, context: int, page_size: int, *, budget: int, window: int | None = None
+        cls,
+        count: int,
+        context: int,
+        page_size: int,
+        *,
+        budget: int,
+        window: int | None = None,
+        tokens: int | None = None,
     ) -> CacheLayout:
         """Sizes with which ``count`` requests of ``context`` tokens run at a time and none gives way.
 
@@ -65,13 +72,17 @@ class CacheLayout:
             page_size: tokens of a page.
             budget: most tokens of one step, all requests together.
             window: tokens that a sliding-window layer sees; None without such layers.
+            tokens: room for so many of all requests together instead, so that some may give way.
 
         Raises:
             InputError: if there is no request, no context or no window.
         """
         # One page more each, since a request is let in only if all that run can grow.
-        full = cls(count * (-(-context // page_size) + 1) + 1, page_size, count + 1, context, window)
-        return full if window is None else replace(full, window_pages=full._window_pool(count, budget))
+        pages = count * (-(-context // page_size) + 1) if tokens is None else -(-tokens // page_size)
+        full = cls(pages + 1, page_size, count + 1, context, window)
+        if window is None:
+            return full
+        return replace(full, window_pages=min(full._window_pool(count, budget), full.pages))
 
     @property
     def room(self) -> int:
@@ -130,7 +141,7 @@ class RequestMemory:
             )
 
     def admit(self, request: Request, *, spare: int) -> bool:
-        """Gives a waiting request its row and all pages of its tokens, known prefixes first.
+        """Gives a waiting request a row, which must be free, and all pages of its tokens, known prefixes first.
 
         At least one token is left to compute, as it is the one that yields the next.
 
@@ -145,11 +156,7 @@ class RequestMemory:
         self.pages.hold(known)  # before looking, so that they do not count as available
         needed = self.layout.pages_of(request.length) - len(known)
         windowed = self.layout.most_window_pages(request.length, self.chunk)
-        if (
-            not self.rows.free
-            or self.pages.available < needed + spare
-            or (windowed and self.window_pages.free < windowed + spare)
-        ):
+        if self.pages.available < needed + spare or (windowed and self.window_pages.free < windowed + spare):
             self.pages.release(known)
             return False
         (request.row,) = self.rows.take()
@@ -165,8 +172,8 @@ class RequestMemory:
             False, with nothing taken, if there is not enough.
         """
         pages = self.layout.pages_of(tokens)
-        missing = max(pages - len(request.pages), 0)
-        windowed = max(pages - len(request.window_pages), 0) if self.layout.window else 0
+        missing = max(pages - len(request.pages), 0)  # a prompt has all of its pages before its chunks
+        windowed = pages - len(request.window_pages) if self.layout.window else 0
         if missing > self.pages.available or windowed > self.window_pages.free:
             return False
         if missing or windowed:
@@ -189,8 +196,8 @@ class RequestMemory:
                 )
                 request.dirty |= request.pages[index] != own
         if self.layout.window:
-            passed = max(request.computed + 1 - self.layout.window, 0) // size
-            for index in range(min(passed, len(request.window_pages)) - 1, -1, -1):
+            passed = (request.computed + 1 - self.layout.window) // size
+            for index in range(passed - 1, -1, -1):
                 if not request.window_pages[index]:
                     break
                 self.window_pages.give([request.window_pages[index]])

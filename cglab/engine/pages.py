@@ -78,7 +78,7 @@ class PageStore:
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Published pages of the longest known prefix, in order; they are not held by that."""
         pages: list[int] = []
-        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
+        for start in range(0, len(tokens), self.page_size):
             key = (pages[-1] if pages else ROOT, tuple(tokens[start : start + self.page_size]))
             if key not in self._published:
                 break

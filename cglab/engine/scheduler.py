@@ -129,7 +129,7 @@ class Scheduler:
             self._overtaken = 0
         riders = self._decoders() if mixed else []
         if chunks := self._chunks(self.options.token_budget - len(riders), now):
-            riding = (Chunk(request, request.computed, 1, last=True) for request in riders if request.row)
+            riding = (Chunk(request, request.computed, 1, last=True) for request in riders)
             self.in_flight = PrefillBatch((*riding, *chunks))
         elif decoders := self._decoders():
             self.in_flight = DecodeBatch(tuple(decoders))
@@ -199,21 +199,23 @@ class Scheduler:
         """Requests that can decode a token now, oldest first, each with a page for it."""
         return [
             request
-            for request in list(self.running)
-            if request.row and request.decoding and self._grow(request, request.length)
+            for request in list(self.running)  # those that give way decode no longer
+            if request.decoding and self._grow(request)
         ]
 
     def _chunks(self, budget: int, now: float) -> list[Chunk]:
-        """Chunks of prompts under the budget: those begun before, then new requests."""
-        begun = deque(request for request in self.running if not request.decoding)
+        """Chunks of prompts under the budget: the one that was begun, then new requests.
+
+        Only the youngest can be in the middle of its prompt: whoever has budget left after an older one's
+        chunk comes after the end of that one's prompt.
+        """
+        begun = [request for request in self.running[-1:] if not request.decoding]
         chunks: list[Chunk] = []
-        while budget > 0 and (request := begun.popleft() if begun else self._admit(now)):
-            if not request.row:
-                continue  # it gave way to an older one
+        while budget > 0 and (request := begun.pop() if begun else self._admit(now)):
             length = min(budget, request.length - request.computed)
             end = request.computed + length
-            if not self._grow(request, end):
-                break  # the youngest, and it waits: what comes free is for it, not for new ones
+            if not self.memory.grow(request, end):
+                break  # there is nobody younger to give way; what comes free is for it, not for new ones
             chunks.append(Chunk(request, request.computed, length, last=end == request.length))
             budget -= length
         return chunks
@@ -235,9 +237,9 @@ class Scheduler:
             request.admitted_at = now
         return request
 
-    def _grow(self, request: Request, tokens: int) -> bool:
-        """Pages for the first ``tokens`` positions, at the cost of younger requests; False if it must wait."""
-        while not self.memory.grow(request, tokens):
+    def _grow(self, request: Request) -> bool:
+        """Pages for the newest token, at the cost of younger requests; False if it must wait itself."""
+        while not self.memory.grow(request, request.length):
             youngest = self.running[-1]
             if youngest is request:
                 return False

@@ -6,16 +6,24 @@ beside them, and what was predicted from the eager trace before anything was cap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from cglab.lab import suites
-from cglab.lab.checking import check_technique
-from cglab.lab.decode_bench import Progress, decode, silent
+from cglab.lab.checking import CASES, check_technique
+from cglab.lab.decode_bench import decode
+from cglab.lab.load_bench import load
+from cglab.lab.planner_bench import planner
+from cglab.lab.prefill_bench import prefill
 from cglab.lab.recovery import recovery_sweep
+from cglab.lab.request_cases import LOAD, check_requests
+from cglab.lab.step_metrics import Progress, silent
+from cglab.lab.ttft_bench import ttft
+from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.record import Record, make_record, new_run
 
 
@@ -25,11 +33,11 @@ class Bench:
 
     Attributes:
         text: what it measures.
-        run: called with the device, ``quick`` and a progress function; returns the records.
+        run: called with the device, ``quick`` and a progress function; gives the records, each when it is made.
     """
 
     text: str
-    run: Callable[..., list[Record]]
+    run: Callable[..., Iterable[Record]]
 
 
 def recovery(device: torch.device, *, quick: bool = False, progress: Progress = silent) -> list[Record]:
@@ -64,49 +72,92 @@ def parity(
     *,
     quick: bool = False,
     progress: Progress = silent,
+    techniques: Sequence[str] = tuple(CASES),
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     cases: int = 2000,
     seed: int = 0,
 ) -> list[Record]:
-    """Random sequences of decode batches against the three oracles, a quarter as many in low precision.
+    """Random sequences of batches of each technique against the three oracles, a quarter as many in low precision.
 
     Args:
         device: the recorder follows from it.
         quick: few sequences.
         progress: called with a line for every dtype.
+        techniques: which are checked.
         dtypes: of weights and computation.
         cases: sequences in float32.
         seed: of the sequences.
     """
     records, run = [], new_run()
     cases = 20 if quick else cases
-    for dtype in dtypes:
-        progress(f"parity in {dtype}")
+    for name, dtype in product(techniques, dtypes):
+        progress(f"parity of {name} in {dtype}")
         count = cases if dtype == torch.float32 else max(cases // 4, 1)
-        found = check_technique("decode", count, device=device, dtype=dtype, seed=seed)
-        facts = found.as_dict()
-        metrics: dict[str, Any] = {k: v for k, v in facts.items() if isinstance(v, bool | str)}
-        metrics |= {
-            k: float(v) for k, v in facts.items() if isinstance(v, int | float) and not isinstance(v, bool)
-        }
+        found = check_technique(name, count, device=device, dtype=dtype, seed=seed)
         records.append(
             make_record(
-                bench="parity", arm="decode", device=device, run=run, model="pico-gqa", weights="trained",
-                dtype=found.dtype, workload={"cases": found.cases, "seed": seed}, metrics={**metrics, "ok": found.ok},
+                bench="parity", arm=name, device=device, run=run, model="pico-gqa", weights="trained",
+                dtype=found.dtype, workload={"cases": found.cases, "seed": seed}, metrics=_flat(found),
                 notes="; ".join(map(str, found.mismatches[:3])),
             )
         )  # fmt: skip
     return records
 
 
+def requests(device: torch.device, *, quick: bool = False, progress: Progress = silent) -> list[Record]:
+    """Requests at concurrency 8, in every mode of both phases, prefix reuse on and off, against the three oracles.
+
+    Args:
+        device: the recorder follows from it.
+        quick: few requests in one mode.
+        progress: called with a line for every mode.
+    """
+    records, run = [], new_run()
+    options: dict[str, Any] = (
+        {"load": replace(LOAD, count=8), "modes": [("full", "breakable")]} if quick else {}
+    )
+    for dtype, reuse in product((torch.float32, torch.bfloat16), (True, False)):
+        for found in check_requests(device, prefix_reuse=reuse, dtype=dtype, progress=progress, **options):
+            records += [
+                make_record(
+                    bench="requests", arm=found.technique, device=device, run=run, model="pico-gqa",
+                    weights="trained", dtype=found.dtype, metrics=_flat(found),
+                    workload={**options.get("load", LOAD).as_dict(), "prefix_reuse": reuse},
+                    notes="; ".join(map(str, found.mismatches[:3])),
+                )
+            ]  # fmt: skip
+    return records
+
+
+def _flat(found: TechniqueParity) -> dict[str, Any]:
+    """A verdict as metrics: numbers as floats, lists left out."""
+    metrics: dict[str, Any] = {"ok": found.ok}
+    for name, value in found.as_dict().items():
+        if isinstance(value, bool | str):
+            metrics[name] = value
+        elif isinstance(value, int | float):
+            metrics[name] = float(value)
+    return metrics
+
+
 BENCHES: Mapping[str, Bench] = {
     "decode": Bench(
         "decode step: eager, full and breakable in turns; launches, gaps, floor, capture cost", decode
     ),
+    "prefill": Bench(
+        "prefill step: the arms in turns at several sizes; wall over busy, breaks, padding, capture cost",
+        prefill,
+    ),
+    "ttft": Bench("time to first token under concurrency, prefill eager, breakable and full in turns", ttft),
+    "load": Bench(
+        "three loads with decoding, prefill eager and breakable in turns: latency, occupancy", load
+    ),
+    "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
     ),
     "parity": Bench("random sequences of batches against the three oracles", parity),
+    "requests": Bench("whole requests in every mode against the three oracles", requests),
     "notebooks": Bench("every notebook under nbval, on the model of CGLAB_MODEL", suites.notebooks),
     "gpu-tests": Bench("the tests that need a CUDA device", suites.gpu_tests),
 }

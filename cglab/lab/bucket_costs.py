@@ -127,7 +127,10 @@ def measured_costs(
             f"step_ms has {sorted(step_ms)} and eager_ms {sorted(eager_ms or {})}; "
             f"time the largest bucket, {largest.key.size}, too, and give None where no step may run eager"
         )
-    added = {line.key.size: line.device_bytes + (line is not largest) * line.pool_bytes for line in ledger}
+    # What the driver gives back meanwhile, of graphs closed before, can make a growth negative; a bucket frees nothing.
+    added = {
+        line.key.size: max(line.device_bytes, 0) + (line is not largest) * line.pool_bytes for line in ledger
+    }
     seconds = {line.key.size: line.warmup_seconds + line.capture_seconds for line in ledger}
     return MeasuredCosts(
         Measured("step_ms", dict(step_ms)),

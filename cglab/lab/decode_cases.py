@@ -72,10 +72,3 @@ class DecodeOracles(StepOracles[DecodeRunner]):
     def results(self, runner: DecodeRunner, output: Any, step: Step) -> Outcome:
         """Tokens and logits."""
         return {"tokens": output[0], "logits": output[1]}
-
-    def hostile(self, step: Step) -> Mapping[str, int]:
-        """The first request's row and pages, for every slot."""
-        return {
-            "input_ids": self.loaded.config.vocab_size - 1, "positions": MAX_CONTEXT - 1, "seq_lens": MAX_CONTEXT,
-            "request_rows": int(step.inputs["request_rows"][0]), **self.live_pages(step),
-        }  # fmt: skip

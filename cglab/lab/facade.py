@@ -13,29 +13,29 @@ import torch
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.cache import paged_kv
 from cglab.engine.engine import Engine
+from cglab.engine.load import Load
 from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Event, Generation, Request, Sampling
 from cglab.engine.workload import Step
-from cglab.errors import ClosedError, ToggleError
-from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode, sglang_prefill
+from cglab.errors import ClosedError
+from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
-from cglab.lab import steps
+from cglab.lab import steps as held
 from cglab.lab.comparison import Comparison, Profile
-from cglab.lab.phases import LabPhases
+from cglab.lab.load_run import LoadRun, run_load
+from cglab.lab.phases import LabPhases, prefill_sizes
 from cglab.lab.profiles import save_profile, trace_path
 from cglab.lab.prompts import Prompts, encode, sample_prompts
 from cglab.lab.sweep import Sweep
-from cglab.lab.techniques import Captures, technique
+from cglab.lab.techniques import Captures, check_arms
 from cglab.measure.ab import interleave
 from cglab.measure.memory import Memory, memory_now
 from cglab.measure.parity import Parity
 from cglab.measure.profiling import profile
-from cglab.models.loading import find_model, load_model
+from cglab.models.loading import ModelSource, load_model
 from cglab.runners.base import GraphGroup, Runner
-
-PAGE_SIZE = 16
 
 
 class Lab:
@@ -46,16 +46,17 @@ class Lab:
         model, config, tokenizer: what was opened.
         weights: ``trained`` or ``random``.
         engine: requests and the paged cache.
+        sizes: how large measured steps are, and can be.
     """
 
     def __init__(
         self,
         name: str | Path,
+        source: ModelSource,
+        layout: CacheLayout,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        max_batch: int,
-        max_context: int,
         buckets: Sequence[int] | None,
         prefill_buckets: Sequence[int] | None,
         scheduling: SchedulerOptions,
@@ -63,16 +64,12 @@ class Lab:
         seed: int,
         debug: bool,
     ) -> None:
-        self.buckets = bucket_list(max_batch, sglang_decode if padding else exact_sizes, explicit=buckets)
-        self.prefill_buckets = bucket_list(scheduling.token_budget, sglang_prefill, explicit=prefill_buckets)
+        sizes = sglang_decode if padding else exact_sizes
+        self.buckets = bucket_list(layout.rows - 1, sizes, explicit=buckets)
+        self.prefill_buckets = prefill_sizes(scheduling.token_budget, prefill_buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
         self.captures = Captures()
         self._closed = False
-        source = find_model(name)
-        layout = CacheLayout.for_requests(  # sizes that make no sense are told before a weight is loaded
-            max_batch, min(max_context, source.config.max_position), PAGE_SIZE,
-            budget=scheduling.token_budget, window=source.config.sliding_window,
-        )  # fmt: skip
         self.group = GraphGroup(device)
         self._before = self._memory()
         self.model, self.config, self.tokenizer, self.weights = load_model(
@@ -84,6 +81,7 @@ class Lab:
             prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
         )  # fmt: skip
         self.engine = Engine(self.model, kv, self.phases, scheduling)
+        self.sizes = held.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
     @property
     def max_context(self) -> int:
@@ -110,8 +108,8 @@ class Lab:
 
     def sample_prompts(self, count: int = 2) -> list[Any]:
         """Prompts that this model can take: code where it has a tokenizer, token ids otherwise."""
-        has_text = self.tokenizer is not None
-        return sample_prompts(count, vocabulary=self.config.vocab_size, has_text=has_text)
+        vocabulary, has_text = self.config.vocab_size, self.tokenizer is not None
+        return sample_prompts(count, vocabulary=vocabulary, has_text=has_text)
 
     def generate(
         self,
@@ -146,6 +144,19 @@ class Lab:
         self._require_open()
         return self.engine.stream(requests)
 
+    def load(self, load: Load, *, seconds: float | None = None) -> LoadRun:
+        """Runs a closed-loop load on whatever the toggles say: latency, coverage by phase, forward occupancy.
+
+        Args:
+            load: what to ask; equal loads are the same requests to the byte.
+            seconds: stop after so long; None runs it to its end.
+
+        Raises:
+            InputError: if other requests are in flight, or the cache cannot hold the shared prefix.
+        """
+        self._require_open()
+        return run_load(self.engine, load, self.phases.for_load(load), model=self.name, seconds=seconds)
+
     def compare(
         self,
         name: str = "decode",
@@ -168,13 +179,14 @@ class Lab:
         Raises:
             ToggleError: for an unknown toggle or value.
         """
-        checked = self._arms(name, arms)
+        self._require_open()
+        checked = check_arms(name, arms)
         runners = {arm: self.runner(arm, name) for arm in checked}
-        with steps.fixed_step(self.engine, name, sizes, self._defaults) as step:
+        with held.fixed_step(self.engine, name, sizes, self.sizes) as step:
             before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
-            parity = {arm: steps.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
+            parity = {arm: held.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
             times = interleave(
-                {arm: steps.timed(runner, step, self.device) for arm, runner in runners.items()},
+                {arm: held.timed(runner, step, self.device) for arm, runner in runners.items()},
                 instances=instances,
                 repeats=repeats,
             )
@@ -185,42 +197,31 @@ class Lab:
             {arm: runner.captured.memory() for arm, runner in runners.items()},
         )  # fmt: skip
 
-    def _arms(self, name: str, arms: Sequence[str]) -> list[str]:
-        self._require_open()
-        checked = [technique(name).check(arm) for arm in arms]
-        if len(set(checked)) != len(checked):
-            raise ToggleError(f"arms are compared with each other, each once; got {checked}")
-        return checked
-
-    @property
-    def _defaults(self) -> dict[str, int]:
-        return {
-            "batch": min(4, self.buckets[-1]), "context": min(128, self.max_context),
-            "tokens": min(128, self.prefill_buckets[-1]), "cached": 0, "requests": 1,
-        }  # fmt: skip
-
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
-        return {**steps.describe(step, self.runner("eager", name)), "cache": self.max_context}
+        return {**held.describe(step, self.runner("eager", name)), "cache": self.max_context}
 
     def step_parity(self, mode: str, step: Step, name: str = "decode") -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1)."""
-        return steps.step_parity(self.runner(mode, name), step)
+        return held.step_parity(self.runner(mode, name), step)
 
     def sweep(
         self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
-        batches: Sequence[int] | None = None, **options: Any,
+        sizes: Sequence[int] = (), **options: Any,
     ) -> Sweep:  # fmt: skip
-        """``compare`` at several batch sizes, every bucket by default; ``options`` are those of ``compare``."""
-        sizes = batches or self.buckets
-        return Sweep(tuple(self.compare(name, arms, batch=size, **options) for size in sizes))
+        """``compare`` at several batch sizes or, of prefill, numbers of tokens; ``options`` are those of ``compare``.
+
+        Without sizes: every bucket of decode; of prefill the largest step, a quarter of it, and so on.
+        """
+        size, swept = held.size_name(name), sizes or self.sizes.swept(name, options.get("requests", 1))
+        return Sweep(tuple(self.compare(name, arms, **{size: each, **options}) for each in swept))
 
     def profile(
         self,
         name: str = "decode",
         arms: Sequence[str] = ("eager", "full"),
         *,
-        repeats: int = 3,
+        steps: int = 3,
         save: str | Path | None = None,
         **sizes: int | None,
     ) -> Profile:
@@ -229,17 +230,18 @@ class Lab:
         Args:
             name: the toggle.
             arms: its values.
-            repeats: traced steps of each arm.
+            steps: traced steps of each arm.
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
             **sizes: of the step, as in ``compare``.
         """
-        traces = {}
-        with steps.fixed_step(self.engine, name, sizes, self._defaults) as step:
-            for arm in self._arms(name, arms):
+        self._require_open()
+        checked, traces = check_arms(name, arms), {}
+        with held.fixed_step(self.engine, name, sizes, self.sizes) as step:
+            for arm in checked:
                 runner = self.runner(arm, name)
                 run = partial(runner.run, step.live, **step.inputs)
                 kept = save and trace_path(save, name, arm)
-                traces[arm] = profile(run, steps=repeats, device=self.device, save=kept)
+                traces[arm] = profile(run, steps=steps, device=self.device, save=kept)
             made = Profile(name, self.name, self.describe(step, name), traces)
         if save is not None:
             save_profile(made, save, self.device)
@@ -247,16 +249,12 @@ class Lab:
 
     def coverage(self, name: str = "decode") -> dict[str, Coverage]:
         """Captured and eager steps of a technique since the lab was opened, by mode, with reasons."""
-        made = self.phases.made.get(technique(name).name, {})
-        return {mode: runner.coverage() for mode, runner in made.items()}
+        return self.phases.coverage(name)
 
     def memory(self) -> dict[str, Any]:
         """Where the memory is: the device, the graph pool, and each bucket's line of the ledger."""
-        return {
-            "device": self._memory().as_dict(),
-            "pool_bytes": self.group.pool.reserved_bytes,
-            "buckets": self.phases.ledger(),
-        }
+        pool = self.group.pool.reserved_bytes
+        return {"device": self._memory().as_dict(), "pool_bytes": pool, "buckets": self.phases.ledgers()}
 
     def _memory(self) -> Memory:
         pool = self.group.pool

@@ -10,9 +10,12 @@ import torch
 
 from cglab import settings
 from cglab.engine.batches import SchedulerOptions
+from cglab.engine.memory import CacheLayout
 from cglab.errors import InputError, ModelError
 from cglab.lab.facade import Lab
+from cglab.models.loading import find_model
 
+PAGE_SIZE: Final = 16
 CPU_SIZES: Final = {"max_batch": 8, "max_context": 512, "token_budget": 256}
 GPU_SIZES: Final = {"max_batch": 64, "max_context": 1024, "token_budget": 8192}
 
@@ -24,6 +27,7 @@ def open_lab(
     dtype: torch.dtype | None = None,
     max_batch: int | None = None,
     max_context: int | None = None,
+    cache_tokens: int | None = None,
     buckets: Sequence[int] | None = None,
     prefill_buckets: Sequence[int] | None = None,
     token_budget: int | None = None,
@@ -42,8 +46,11 @@ def open_lab(
         dtype: None takes float32 on a CPU, bfloat16 on a GPU.
         max_batch: most requests at once: 8 on a CPU, 64 on a GPU.
         max_context: longest request in tokens: 512 on a CPU, 1024 on a GPU.
+        cache_tokens: tokens that the cache has room for, of all requests together; None for ``max_batch`` of the
+            longest. With less, the youngest request gives way when it is full.
         buckets: batch sizes to capture; None takes SGLang's list up to ``max_batch``.
-        prefill_buckets: token counts to capture; None takes SGLang's list up to ``token_budget``.
+        prefill_buckets: token counts to capture; None takes SGLang's list up to ``token_budget`` or, if that is
+            lower, ``phases.PREFILL_LIMIT``.
         token_budget: most tokens of one prefill step, and so a chunk: 256 on a CPU, 8192 on a GPU.
         prefix_reuse: tokens that an earlier request computed are not computed again.
         mixed: requests that decode ride along in prefill steps.
@@ -63,15 +70,22 @@ def open_lab(
         dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InputError(f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
-    given = {"max_batch": max_batch, "max_context": max_context, "token_budget": token_budget}
-    defaults = CPU_SIZES if where.type == "cpu" else GPU_SIZES
-    sizes = {what: defaults[what] if size is None else size for what, size in given.items()}
-    for what, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+    given = {
+        "max_batch": max_batch, "max_context": max_context, "token_budget": token_budget, "cache_tokens": cache_tokens,
+    }  # fmt: skip
+    for what, size in given.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
             raise InputError(f"{what} must be a whole number of at least 1, got {size!r}")
+    defaults = CPU_SIZES if where.type == "cpu" else GPU_SIZES
+    sizes = {what: given[what] or default for what, default in defaults.items()}
+    name = name or settings.read_settings().model
+    source = find_model(name)
+    layout = CacheLayout.for_requests(
+        sizes["max_batch"], min(sizes["max_context"], source.config.max_position), PAGE_SIZE, tokens=cache_tokens,
+        budget=sizes["token_budget"], window=source.config.sliding_window,
+    )  # fmt: skip
     return Lab(
-        name or settings.read_settings().model, device=where, dtype=dtype, max_batch=sizes["max_batch"],
-        max_context=sizes["max_context"], buckets=buckets, prefill_buckets=prefill_buckets,
+        name, source, layout, device=where, dtype=dtype, buckets=buckets, prefill_buckets=prefill_buckets,
         scheduling=SchedulerOptions(sizes["token_budget"], prefix_reuse=prefix_reuse, mixed=mixed),
         padding=padding, seed=seed, debug=debug,
     )  # fmt: skip

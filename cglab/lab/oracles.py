@@ -12,7 +12,7 @@ What a sequence is made of is the technique's business (``lab.cases``); what a s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -27,8 +27,9 @@ from cglab.engine.memory import CacheLayout, RequestMemory
 from cglab.graphs.out_forms import same_bits
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.drift import Drift
+from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel
-from cglab.runners.base import GraphGroup, Runner, window_inputs
+from cglab.runners.base import GraphGroup, Runner
 
 Outcome = dict[str, Tensor]
 """Named results of one step: ``tokens``, ``logits``, what else the phase hands out, keys and values of every pool."""
@@ -118,10 +119,6 @@ class StepOracles(ABC, Generic[R]):
     def results(self, runner: R, output: Any, step: Step) -> Outcome:
         """Tokens, logits and what else the phase hands out, of live rows."""
 
-    @abstractmethod
-    def hostile(self, step: Step) -> Mapping[str, int]:
-        """Values within range that point at live memory, by slot; None of them may be read or written."""
-
     def case(self, number: int) -> None:
         """One sequence on one of the runners."""
         mode, padding = list(self.runners)[number % len(self.runners)]
@@ -133,12 +130,6 @@ class StepOracles(ABC, Generic[R]):
         """Brings the cache back to ``state``, or to what it held at first."""
         for name, cache in self.kv.caches().items():
             cache.copy_((state or self._clean)[name])
-
-    def live_pages(self, step: Step) -> dict[str, int]:
-        """A live page for every slot that says where KV goes: the first slot of the first request's."""
-        page = self.kv.page_size
-        names = ("out_slots", *window_inputs(self.kv))
-        return {name: int(step.inputs[name][0]) // page * page for name in names}
 
     def _state(self) -> State:
         return {name: cache.clone() for name, cache in self.kv.caches().items()}
@@ -177,7 +168,7 @@ class StepOracles(ABC, Generic[R]):
                 padded = runner.run_padded_eager(step.live, size, **step.inputs)
                 self._same(1, got, self._outcome(runner, padded, step), where)
             with self._from(state):
-                self._poisoned(runner, step, size, got, where)
+                self._poisoned(runner, step, got, where)
         with self._from(state):
             want = self._outcome(runner, runner.run_live_eager(step.live, **step.inputs), step)
         if replayed:
@@ -189,7 +180,7 @@ class StepOracles(ABC, Generic[R]):
         return got["tokens"].tolist()
 
     @contextmanager
-    def _from(self, state: State) -> Any:
+    def _from(self, state: State) -> Iterator[None]:
         self.restore(state)
         yield
 
@@ -198,23 +189,12 @@ class StepOracles(ABC, Generic[R]):
             if not same_bits(got[name], want[name]):
                 self.result.fault(oracle, where, f"{name} differ in bits")
 
-    def _poisoned(self, runner: R, step: Step, size: int, got: Outcome, where: dict[str, Any]) -> None:
-        """Oracle 3. Hostile values are in range, since a padded row may be computed: they point at live memory."""
-        for cache in self.kv.caches().values():
-            cache[:, : self.kv.page_size] = float("nan")
-        tables, hostile = [pool.page_table for pool in self.kv.pools], self.hostile(step)
-        rows_zero = [table[0].clone() for table in tables]
-        for table in tables:
-            table[0] = table[hostile["request_rows"]]
-        buffers = runner.captured.buffers
-        for name, view in buffers.view(buffers.maximum).items():
-            view.fill_(hostile[name])
-        buffers.poison(step.rows, size)
-        again = self._outcome(runner, runner.run(step.live, **step.inputs), step)
-        for table, row_zero in zip(tables, rows_zero, strict=True):
-            table[0] = row_zero
+    def _poisoned(self, runner: R, step: Step, got: Outcome, where: dict[str, Any]) -> None:
+        """Oracle 3."""
+        with poison(runner, self.kv, step.live, step.inputs):
+            again = self._outcome(runner, runner.run(step.live, **step.inputs), step)
         self._same(3, again, got, where)
-        for name, view in buffers.view(step.rows).items():
+        for name, view in runner.captured.buffers.view(step.rows).items():
             if name in step.inputs and not torch.equal(view, step.inputs[name]):
                 self.result.fault(3, where, f"static input {name} does not hold the live values")
 
@@ -279,3 +259,41 @@ class StepOracles(ABC, Generic[R]):
         for runner in self.runners.values():
             runner.close()
         self.group.close()
+
+
+@contextmanager
+def poison(runner: Runner[Any], kv: PagedKV, live: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+    """Hostile memory around one step: NaN in the reserved page, its row and every static input at live memory.
+
+    Values stay in range, since a padded row may be computed: they point at the first live request's.
+
+    Args:
+        runner: whose static inputs are filled.
+        kv: the cache.
+        live: what the runner calls live.
+        inputs: of the step.
+    """
+    rows = inputs.get("request_rows")
+    row = live[0].row if rows is None else int(rows[0])
+    for cache in kv.caches().values():
+        cache[:, : kv.page_size] = float("nan")
+    kept = [pool.page_table[0].clone() for pool in kv.pools]
+    context = len(kv.context_positions)
+    hostile = {"positions": context - 1, "seq_lens": context, "request_rows": row}
+    hostile |= {
+        name: int(value[0]) // kv.page_size * kv.page_size
+        for name, value in inputs.items()
+        if name.endswith("out_slots")
+    }
+    for pool in kv.pools:
+        pool.page_table[0] = pool.page_table[row]
+    buffers, size = runner.captured.buffers, runner.captured.pad(runner.rows(live))
+    for name, view in buffers.view(buffers.maximum).items():
+        view.fill_(hostile.get(name, 1))
+    if isinstance(size, int):
+        buffers.poison(runner.rows(live), size)
+    try:
+        yield
+    finally:
+        for pool, table in zip(kv.pools, kept, strict=True):
+            pool.page_table[0] = table

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from cglab.engine.load import Load
+from cglab.graphs.buckets import bucket_list, sglang_prefill
+from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.lab.techniques import Captures, technique
 from cglab.models.decoder import Decoder
@@ -13,6 +16,27 @@ from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup, Runner
 from cglab.runners.decode import DecodeRunner
 from cglab.runners.prefill import PrefillRunner
+
+PREFILL_LIMIT = 8192
+"""Tokens up to which prefill steps are captured by default: S2's cap, and the largest size that has been measured.
+
+The crossover record of ``cglab bench ttft`` (arm ``breakable``, metric ``limit``) is what this has to follow.
+"""
+
+
+def prefill_sizes(token_budget: int, explicit: Sequence[int] | None = None) -> list[int]:
+    """Token counts of prefill steps to capture: the user's own, or SGLang's list.
+
+    Args:
+        token_budget: most tokens of one step.
+        explicit: the user's; None takes SGLang's list up to the budget, or to ``PREFILL_LIMIT`` if that is lower.
+
+    Raises:
+        BucketError: as ``bucket_list``.
+    """
+    if explicit is not None:
+        return bucket_list(token_budget, explicit=explicit)
+    return bucket_list(min(token_budget, PREFILL_LIMIT), sglang_prefill)
 
 
 class LabPhases:
@@ -65,6 +89,13 @@ class LabPhases:
             self._prefill[mode] = runner
         return self._prefill[mode]
 
+    def for_load(self, load: Load) -> dict[str, Runner[Any]]:
+        """The runners that a load needs, by phase; one without a second token never decodes."""
+        needed: dict[str, Runner[Any]] = {"prefill": self.prefill()}
+        if load.most_new_tokens > 1:
+            needed["decode"] = self.decode(sampling=load.temperature > 0)
+        return needed
+
     def runner(self, name: str, mode: str | None = None) -> Runner[Any]:
         """The runner of a technique, by the toggle's name."""
         return self.prefill(mode) if technique(name).name == "prefill" else self.decode(mode)
@@ -77,12 +108,17 @@ class LabPhases:
         """Runners so far, by technique and mode."""
         return {"decode": dict(self._decode), "prefill": dict(self._prefill)}
 
-    def ledger(self) -> dict[str, list[dict[str, Any]]]:
-        """Each captured bucket's line, by technique and mode."""
+    def coverage(self, name: str) -> dict[str, Coverage]:
+        """What the runners of a technique counted since they were made, by mode."""
+        made = self.made.get(technique(name).name, {})
+        return {mode: runner.coverage() for mode, runner in made.items()}
+
+    def ledgers(self) -> dict[str, list[dict[str, Any]]]:
+        """Rows of every runner's bucket ledger, by mode; those of prefill are told apart by name."""
         return {
             mode if name == "decode" else f"{name} {mode}": runner.captured.memory()
-            for name, runners in self.made.items()
-            for mode, runner in runners.items()
+            for name, made in self.made.items()
+            for mode, runner in made.items()
         }
 
     def close(self) -> None:

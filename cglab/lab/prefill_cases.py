@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from cglab.engine.batches import Chunk
@@ -10,7 +9,7 @@ from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
 from cglab.engine.requests import Request
 from cglab.graphs.options import Options
 from cglab.lab.oracles import MAX_CONTEXT, Outcome, Step, StepOracles
-from cglab.runners.prefill import REQUEST_AXIS, PrefillRunner
+from cglab.runners.prefill import PrefillRunner
 
 BUCKETS = (4, 8, 16, 32)
 LARGEST = 40  # tokens; above the largest bucket, so that eager steps are among the cases
@@ -84,10 +83,3 @@ class PrefillOracles(StepOracles[PrefillRunner]):
         """Hidden states of every token; logits and greedy tokens after the last of each request."""
         logits = runner.last_logits(output, step.live)
         return {"hidden": output, "logits": logits, "tokens": logits.argmax(-1)}
-
-    def hostile(self, step: Step) -> Mapping[str, int]:
-        """The first request's row and pages; on the request axis one token of it, whatever the step is."""
-        return {
-            **dict.fromkeys(REQUEST_AXIS, 1), **self.live_pages(step), "request_rows": step.live[0].row,
-            "input_ids": self.loaded.config.vocab_size - 1, "positions": MAX_CONTEXT - 1,
-        }  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,30 +16,93 @@ from cglab.engine.engine import Engine
 from cglab.engine.workload import DecodeStep, PrefillStep, Step, steady_decode, steady_prefill
 from cglab.errors import ToggleError
 from cglab.graphs.clocks import clock_for, sample_seconds
+from cglab.lab.techniques import technique
 from cglab.measure.parity import Parity, compare_logits, compare_tokens, worst
 from cglab.runners.base import Runner
 
+SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "decode": ("batch", "context"),
+    "prefill": ("tokens", "cached", "requests"),
+})  # fmt: skip
+"""What a step of a technique is measured by; the first counts the live rows of a bucket."""
+
+SHORTEST = 16
+"""Tokens of the shortest prefill step that is swept unasked."""
+
+
+def size_name(name: str) -> str:
+    """What counts the live rows of a technique's step: ``batch`` or ``tokens``.
+
+    Raises:
+        ToggleError: for an unknown technique.
+    """
+    return SIZES[technique(name).name][0]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """How large measured steps of a lab are, and can be.
+
+    Attributes:
+        buckets: batch sizes of decode steps, ascending.
+        prefill_buckets: token counts of prefill steps, ascending.
+        max_context: longest request, prompt and new tokens.
+    """
+
+    buckets: Sequence[int]
+    prefill_buckets: Sequence[int]
+    max_context: int
+
+    def default(self, size: str) -> int:
+        """A size that is not given."""
+        return {
+            "batch": min(4, self.buckets[-1]), "context": min(128, self.max_context),
+            "tokens": min(128, self.largest("prefill")), "cached": 0, "requests": 1,
+        }[size]  # fmt: skip
+
+    def largest(self, name: str, requests: int = 1) -> int:
+        """Most live rows of one step of a technique, that of prefill shared by ``requests``."""
+        if name == "decode":
+            return self.buckets[-1]
+        return min(self.prefill_buckets[-1], requests * (self.max_context - 1))  # a new token each needs room
+
+    def swept(self, name: str, requests: int = 1) -> list[int]:
+        """Sizes that are measured unasked, ascending.
+
+        Args:
+            name: the toggle.
+            requests: that share each prefill step; its sizes are multiples of it.
+
+        Returns:
+            Every bucket of decode; of prefill the largest, a quarter of it, and so on down to ``SHORTEST``.
+        """
+        if name == "decode":
+            return list(self.buckets)
+        sizes = [self.largest(name, requests) // requests * requests]
+        while (smaller := sizes[-1] // 4 // requests * requests) >= SHORTEST:
+            sizes.append(smaller)
+        return sizes[::-1]
+
 
 def fixed_step(
-    engine: Engine, name: str, sizes: dict[str, int | None], defaults: dict[str, int]
+    engine: Engine, name: str, given: Mapping[str, int | None], sizes: StepSizes
 ) -> AbstractContextManager[Step]:
     """The step of a technique at a size.
 
     Args:
         engine: holds its requests.
         name: the toggle.
-        sizes: ``batch`` and ``context`` of decode; ``tokens``, ``cached`` and ``requests`` of prefill; None for
+        given: ``batch`` and ``context`` of decode; ``tokens``, ``cached`` and ``requests`` of prefill; None for
             the default.
-        defaults: of sizes that are not given.
+        sizes: of the lab.
 
     Raises:
         ToggleError: for a size that the technique does not have.
     """
-    known = ("batch", "context") if name == "decode" else ("tokens", "cached", "requests")
-    given = {key: value for key, value in sizes.items() if value is not None}
-    if wrong := sorted(given.keys() - set(known)):
+    known = SIZES[name]
+    if wrong := sorted(key for key, value in given.items() if value is not None and key not in known):
         raise ToggleError(f"{name} has no size {wrong[0]!r}; good names: {', '.join(known)}")
-    chosen = {key: given.get(key, defaults[key]) for key in known}
+    chosen = {key: sizes.default(key) if (value := given.get(key)) is None else value for key in known}
     return (steady_decode if name == "decode" else steady_prefill)(engine, **chosen)
 
 
@@ -61,9 +126,9 @@ def timed(runner: Runner[Any], step: Step, device: torch.device) -> Callable[[],
 
 def step_parity(runner: Runner[Any], step: Step) -> Parity:
     """One captured step against the same step run eager at the padded size (oracle 1), every output."""
+    before, size = runner.coverage().captured, runner.captured.pad(step.rows)
     got = [tensor.clone() for tensor in run_step(runner, step)]
-    size = runner.captured.pad(step.rows)
-    if size in runner.captured.captured_sizes:
+    if isinstance(size, int) and runner.coverage().captured > before:
         want = runner.run_padded_eager(step.live, size, **step.inputs)
     else:  # it ran eager, at its live size
         want = runner.run_live_eager(step.live, **step.inputs)

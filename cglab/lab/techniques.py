@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,18 @@ def technique(name: str) -> Technique:
     if name not in TECHNIQUES:
         raise ToggleError(f"{name!r} is no technique; good names: {', '.join(TECHNIQUES)}")
     return TECHNIQUES[name]
+
+
+def check_arms(name: str, arms: Sequence[str]) -> list[str]:
+    """The arms of a comparison: values of one toggle, each once.
+
+    Raises:
+        ToggleError: for an unknown toggle or value, or one that is given twice.
+    """
+    checked = [technique(name).check(arm) for arm in arms]
+    if len(set(checked)) != len(checked):
+        raise ToggleError(f"arms are compared with each other, each once; got {checked}")
+    return checked
 
 
 class Captures:

@@ -18,6 +18,8 @@ class TechniqueParity:
         tokens_equal: oracle 2 held in every step.
         mismatches: what did not, at most ``KEPT`` of each oracle.
         steps, captured: steps checked, and those of them that were replayed.
+        capturable: whether steps can be captured at all; not where every phase is eager.
+        preemptions: how often a request gave way to an older one.
         ties: tokens that differ from live eager at a near-tie of its own.
         differing: tokens that differ from live eager and are no near-tie; none may in float32.
         max_drift, kv_drift: worst drift of logits, and of keys and values, from live eager.
@@ -38,6 +40,8 @@ class TechniqueParity:
     bound: float = 0.0
     kv_drift: float = 0.0
     kv_bound: float = 0.0
+    preemptions: int = 0
+    capturable: bool = True
     dtype: str = ""
     recorder: str = ""
     model: str = "pico-gqa"
@@ -47,7 +51,7 @@ class TechniqueParity:
     @property
     def ok(self) -> bool:
         """Whether all held, ties stayed rare, and steps were captured at all."""
-        return self.bitwise and self.tokens_equal and self.captured > 0
+        return self.bitwise and self.tokens_equal and (self.captured > 0) == self.capturable
 
     def fault(self, oracle: int, where: dict[str, Any], detail: str) -> None:
         """Notes a mismatch."""

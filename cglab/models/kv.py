@@ -75,21 +75,8 @@ class LayerPool:
         self.keys[index].index_copy_(0, slots, key)
         self.values[index].index_copy_(0, slots, value)
 
-    def gather(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers keys and values of one layer, packed.
-
-        Args:
-            layer_index: the layer of the model.
-            slots: [count] int64.
-
-        Returns:
-            Keys and values, each [count, kv_heads, head_dim].
-        """
-        index = self._index[layer_index]
-        return self.keys[index].index_select(0, slots), self.values[index].index_select(0, slots)
-
     def read(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers keys and values of one layer, request by request.
+        """Gathers keys and values of one layer.
 
         Args:
             layer_index: the layer of the model.
@@ -101,6 +88,19 @@ class LayerPool:
         keys, values = self.gather(layer_index, slots.flatten())
         shape = slots.shape
         return keys.unflatten(0, shape).transpose(1, 2), values.unflatten(0, shape).transpose(1, 2)
+
+    def gather(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, packed.
+
+        Args:
+            layer_index: the layer of the model.
+            slots: [T] int64.
+
+        Returns:
+            Keys and values, each [T, kv_heads, head_dim].
+        """
+        index = self._index[layer_index]
+        return self.keys[index].index_select(0, slots), self.values[index].index_select(0, slots)
 
     def context(self, seq_lens: Tensor, width: int = 1) -> Tensor:
         """The positions that a step of ``width`` new tokens of each request reads.
@@ -210,7 +210,7 @@ class PagedKV:
         return self._pools[layer_index]
 
     def by_pool(self, out_slots: Tensor, window_out_slots: Tensor | None) -> dict[LayerPool, Tensor]:
-        """Where a step's keys and values go, in each pool.
+        """Where a step's keys and values go, for each pool.
 
         Args:
             out_slots: [tokens] int64, slots of the full pool.

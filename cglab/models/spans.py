@@ -1,28 +1,26 @@
 """Attention of a prefill step: every request brings its own number of tokens, with cached ones before them.
 
 The body, which stores this step's keys and values and attends, is an eager break: a breakable capture leaves it
-out. What the layers of a pool share (cumulative lengths, the slots that packed keys are gathered from) is derived from
-the live spans by the first break of a step and dropped with them, so that nothing of one step reaches the next (P39,
-P45). A layer with a window gathers what some query of a span sees, and no more: older pages may have been given back.
-One function, two forms: ``varlen`` is one kernel for all requests, on a GPU in half precision; ``portable`` is one
-SDPA a request, anywhere. The output is allocated before the break and written in place (P50).
+out. What the layers share (cumulative lengths, the slots that packed keys are gathered from) is derived from the
+live spans by the first break of a step and dropped with them, so that nothing of one step reaches the next (P39,
+P45). On a GPU in half precision one varlen kernel attends for all requests, elsewhere one SDPA for each. The output
+is allocated before the break and written in place (P50).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cglab.errors import InputError
 from cglab.graphs.breaks import eager_break
 from cglab.models.kv import LayerPool, PagedKV
-from cglab.models.varlen import fits_varlen, varlen_kernel
+from cglab.models.packed import fits_varlen, packed_slots, portable, varlen_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,50 +49,51 @@ class Span:
         """Tokens of the request that are cached after this step."""
         return self.start + self.length
 
-    def cached(self, window: int | None) -> int:
-        """Cached tokens that some of its queries see: all, or with a window those that its first one does."""
-        return self.start if window is None else min(self.start, window - 1)
+
+def first_key(start: int, window: int | None) -> int:
+    """The first position that any token from ``start`` on sees."""
+    return 0 if window is None else max(start - window + 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class SpanPlan:
-    """What the layers of one pool share in a step, on the host and on the device.
+    """What all layers of a pool share in one step, on the host and on the device.
 
     Attributes:
-        window: positions that a query sees, its own included; None for all before it.
         query_ends: where each span's tokens end among the step's, after a leading 0.
         key_ends: where each span's keys end among the packed ones, after a leading 0.
         cu_seqlens_q: ``query_ends`` as [spans + 1] int32.
         cu_seqlens_k: ``key_ends`` as [spans + 1] int32.
         longest: most new tokens, and most keys, of one span.
+        window: positions that a query sees, its own included; None for all before it.
         key_slots: [keys] int64, where the packed keys live; None if no cached token is seen, so that the step's
             own keys are all there is.
     """
 
-    window: int | None
     query_ends: list[int]
     key_ends: list[int]
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     longest: tuple[int, int]
+    window: int | None
     key_slots: Tensor | None
 
     @classmethod
     def of(cls, spans: Sequence[Span], pool: LayerPool) -> SpanPlan:
         """Derives the plan of a step over one pool; one copy to the device."""
-        seen = [span.cached(pool.window) + span.length for span in spans]
+        firsts = [first_key(span.start, pool.window) for span in spans]
+        keys = [span.end - first for span, first in zip(spans, firsts, strict=True)]
         query_ends = list(accumulate((span.length for span in spans), initial=0))
-        key_ends = list(accumulate(seen, initial=0))
-        firsts = [span.end - keys for span, keys in zip(spans, seen, strict=True)]
-        packed = np.array([*query_ends, *key_ends, *(span.row for span in spans), *firsts], dtype=np.int32)
+        key_ends = list(accumulate(keys, initial=0))
+        rows = [span.row for span in spans]
+        packed = np.array([*query_ends, *key_ends, *rows, *firsts], dtype=np.int32)
         on_device = torch.from_numpy(packed).to(pool.page_table.device, non_blocking=True)
-        ends, count = len(query_ends), len(spans)
-        queries, keys, rows, first = on_device.split((ends, ends, count, count))
-        longest = max((span.length for span in spans), default=0), max(seen, default=0)
-        slots = None
-        if key_ends[-1] > query_ends[-1]:
-            slots = packed_slots(pool, rows, keys, key_ends[-1], None if pool.window is None else first)
-        return cls(pool.window, query_ends, key_ends, queries, keys, longest, slots)
+        cu_q, cu_k, *read = on_device.split((len(query_ends), len(key_ends), len(rows), len(firsts)))
+        cached = key_ends[-1] > query_ends[-1]
+        first = read[1] if pool.window is not None else None
+        slots = packed_slots(pool, read[0], cu_k, key_ends[-1], first) if cached else None
+        longest = max((span.length for span in spans), default=0), max(keys, default=0)
+        return cls(query_ends, key_ends, cu_q, cu_k, longest, pool.window, slots)
 
     @property
     def tokens(self) -> int:
@@ -131,33 +130,6 @@ class LiveSpans:
         return self._plans[pool]
 
 
-def packed_slots(
-    pool: LayerPool, request_rows: Tensor, cu_seqlens_k: Tensor, count: int, first: Tensor | None = None
-) -> Tensor:
-    """Where the keys of several requests live, one request after the other.
-
-    Keys beyond the last one repeat it, so that whatever else the cache holds is not even read.
-
-    Args:
-        pool: where they live.
-        request_rows: [requests] integers, rows of the page table.
-        cu_seqlens_k: [requests + 1] integers of the same type, cumulative keys of the requests.
-        count: how many slots to give.
-        first: [requests] integers of the same type, position of each request's first key; None for 0.
-
-    Returns:
-        [count] int64.
-    """
-    index = torch.arange(count, device=cu_seqlens_k.device, dtype=cu_seqlens_k.dtype)
-    index = torch.minimum(index, cu_seqlens_k[-1] - 1)
-    owner = torch.searchsorted(cu_seqlens_k[1:], index, right=True)
-    position = index - cu_seqlens_k.index_select(0, owner)
-    if first is not None:
-        position = position + first.index_select(0, owner)
-    page = pool.page_table[request_rows.index_select(0, owner), position // pool.page_size]
-    return page * pool.page_size + position % pool.page_size
-
-
 class PrefillAttention:
     """Attention of a step in which each request brings its own number of tokens, cached ones before them."""
 
@@ -175,7 +147,8 @@ class PrefillAttention:
         Raises:
             InputError: if slots are missing for a pool, or given for none.
         """
-        self.kv, self.out_slots, self.live = kv, kv.by_pool(out_slots, window_out_slots), live
+        self.kv, self.live = kv, live
+        self.out_slots = kv.by_pool(out_slots, window_out_slots)
 
     def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attends in one layer; see ``decoder.Attend``."""
@@ -212,42 +185,10 @@ def _prefill(
     pool.write(layer_index, out_slots[:tokens], key, value)
     if plan.key_slots is not None:
         key, value = pool.gather(layer_index, plan.key_slots)
-    attend = varlen if fits_varlen(query, pool.window) else portable
-    attended = out[:tokens].view(tokens, query.shape[1], query.shape[2])
-    attend(query[:tokens], key.to(query.dtype), value.to(query.dtype), attended, plan)
-
-
-def portable(query: Tensor, key: Tensor, value: Tensor, out: Tensor, plan: SpanPlan) -> None:
-    """Causal attention of each span over the keys that it sees, span by span; on any device, in any dtype.
-
-    Args:
-        query: [tokens, heads, head_dim].
-        key: [keys, kv_heads, head_dim], packed.
-        value: likewise.
-        out: [tokens, heads, head_dim], written.
-        plan: how tokens and keys are split into spans.
-    """
-    group = query.shape[1] // key.shape[1]
-    spans = zip(pairwise(plan.query_ends), pairwise(plan.key_ends), strict=True)
-    for queries, keys in ((slice(*queries), slice(*keys)) for queries, keys in spans):
-        new, seen = queries.stop - queries.start, keys.stop - keys.start
-        mask, window = None, plan.window or seen
-        if (
-            new < seen or window < seen
-        ):  # the last query sees the last keys: SDPA's causal mask starts at the first
-            mask = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
-            mask = mask.triu(seen - new - window + 1) if window < seen else mask
-        attended = F.scaled_dot_product_attention(
-            query[queries].transpose(0, 1).unsqueeze(0),
-            key[keys].transpose(0, 1).unsqueeze(0).repeat_interleave(group, dim=1),
-            value[keys].transpose(0, 1).unsqueeze(0).repeat_interleave(group, dim=1),
-            attn_mask=mask,
-            is_causal=mask is None,
-        )
-        out[queries].copy_(attended[0].transpose(0, 1))
-
-
-def varlen(query: Tensor, key: Tensor, value: Tensor, out: Tensor, plan: SpanPlan) -> None:
-    """``portable`` as one kernel for all spans (FlashAttention's, by ``torch.nn.attention.varlen``)."""
-    kernel = varlen_kernel(plan.window)
-    out.copy_(kernel(query, key, value, plan.cu_seqlens_q, plan.cu_seqlens_k, *plan.longest))
+    query, key, value = query[:tokens], key.to(query.dtype), value.to(query.dtype)
+    out = out[:tokens].view_as(query)
+    if fits_varlen(query):
+        kernel = varlen_kernel(plan.window)
+        out.copy_(kernel(query, key, value, plan.cu_seqlens_q, plan.cu_seqlens_k, *plan.longest))
+    else:
+        portable(query, key, value, out, plan.query_ends, plan.key_ends, plan.window)

@@ -158,6 +158,13 @@ class Runner(ABC, Generic[Live]):
         finally:
             self.set_live(None)
 
+    def capture_for(self, rows: int) -> None:
+        """Records the bucket that serves so many live rows now, where buckets are captured on first use."""
+        try:
+            self.captured.capture_on_use(rows)
+        finally:
+            self.set_live(None)
+
     @contextmanager
     def during(self, live: Live) -> Iterator[None]:
         """One step's extent: within, ``live`` is what breaks see; afterwards nothing is, on any way out (P56)."""

@@ -31,7 +31,7 @@ from cglab.graphs.slots import Slot
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.models.request_axis import RequestAxisAttention
-from cglab.models.spans import LiveSpans, PrefillAttention, Span
+from cglab.models.spans import LiveSpans, PrefillAttention, Span, first_key
 from cglab.runners.base import GraphGroup, Runner, distinct_slots, window_inputs
 
 INPUTS = ("input_ids", "positions", "out_slots")
@@ -52,8 +52,8 @@ class PrefillRunner(Runner[Sequence[Span]]):
         options: backend, padding and the rest.
         max_requests: places on the request axis of a full recording.
         max_cached: cached tokens, of all requests together, that a full recording has room for beside the new ones;
-            None for as many as the largest bucket has. Every layer gathers that many keys, used or not; a layer with
-            a window no more than a window for each place on the axis.
+            None for as many as the largest bucket has. Every layer gathers that many keys, used or not; one with a
+            window no more than a window for each place on the axis.
         warmup_length: most tokens of each request of the example that a capture warms up with (B58).
 
     Attributes:
@@ -105,36 +105,38 @@ class PrefillRunner(Runner[Sequence[Span]]):
         """The body of one prefill step.
 
         Args:
-            **inputs: ``self.inputs``, each [tokens] int64; and ``REQUEST_AXIS``, or none of it for the form with
-                spans.
+            **inputs: ``self.inputs``, each [tokens] int64; and ``REQUEST_AXIS``, or none of it for the form with spans.
 
         Returns:
             [tokens, hidden_size]: normed hidden states in the model's dtype.
         """
         axis = {name: inputs[name] for name in REQUEST_AXIS if inputs.get(name) is not None}
-        slots, windows = inputs["out_slots"], inputs.get("window_out_slots")
-        keys = len(slots) + self.max_cached
+        slots = {name: inputs[name] for name in self.inputs if name.endswith("out_slots")}
         attention = (
-            RequestAxisAttention(self.kv, out_slots=slots, window_out_slots=windows, keys=keys, **axis)
+            RequestAxisAttention(self.kv, keys=len(inputs["out_slots"]) + self.max_cached, **slots, **axis)
             if axis
-            else PrefillAttention(self.kv, out_slots=slots, window_out_slots=windows, live=self.live)
+            else PrefillAttention(self.kv, live=self.live, **slots)
         )
         hidden: Tensor = self.model(inputs["input_ids"], inputs["positions"], attention)
         return hidden
 
     @torch.no_grad()
-    def last_logits(self, hidden: Tensor, spans: Sequence[Span]) -> Tensor:
+    def last_logits(
+        self, hidden: Tensor, spans: Sequence[Span], which: Sequence[int] | None = None
+    ) -> Tensor:
         """Scores of the token after each request's last one; eager, after the body.
 
         Args:
             hidden: [tokens, hidden_size], as ``run`` returned them for these spans.
             spans: the step's requests.
+            which: indices of the spans that are asked for, those that end their prompt; None for all.
 
         Returns:
-            [len(spans), vocabulary] in the model's dtype.
+            [spans asked for, vocabulary] in the model's dtype.
         """
-        ends = torch.tensor(list(accumulate(span.length for span in spans)), dtype=torch.int64)
-        return self.model.logits(hidden.index_select(0, ends.to(hidden.device, non_blocking=True) - 1))
+        ends = [end - 1 for end in accumulate(span.length for span in spans)]
+        rows = torch.tensor(ends if which is None else [ends[i] for i in which], dtype=torch.int64)
+        return self.model.logits(hidden.index_select(0, rows.to(hidden.device, non_blocking=True)))
 
     def set_live(self, live: Sequence[Span] | None) -> None:
         """Breaks read the spans of this step; what was derived from the step before is dropped (P45)."""
@@ -153,9 +155,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         queries = list(accumulate((s.length for s in live), initial=0))
         keys = list(accumulate((s.end for s in live), initial=0))
         packed = [*rows, *queries, *[queries[-1]] * absent, *keys, *[keys[-1]] * absent]
-        on_device = torch.from_numpy(np.array(packed, dtype=np.int32)).to(
-            self.group.device, non_blocking=True
-        )
+        on_device = torch.from_numpy(np.array(packed, dtype=np.int32)).to(self.kv.device, non_blocking=True)
         places = (self.max_requests, self.max_requests + 1, self.max_requests + 1)
         return dict(zip(REQUEST_AXIS, on_device.split(places), strict=True))
 
@@ -173,7 +173,8 @@ class PrefillRunner(Runner[Sequence[Span]]):
             return None
         if len(spans) > self.max_requests:
             return Miss(Reason.MORE_REQUESTS, f"{len(spans)} requests, the axis holds {self.max_requests}")
-        cached = max(sum(s.cached(pool.window) for s in spans) for pool in self.kv.pools if pool.layers)
+        reads = [pool.window for pool in self.kv.pools if pool.layers]
+        cached = max(sum(span.start - first_key(span.start, window) for span in spans) for window in reads)
         if cached > self.max_cached:
             return Miss(Reason.MORE_KEYS, f"{cached} cached tokens, there is room for {self.max_cached}")
         bucket = self.captured.pad(tokens)
@@ -184,7 +185,9 @@ class PrefillRunner(Runner[Sequence[Span]]):
         size, length = views["input_ids"].shape[0], self.warmup_length
         if self.backend == "full":  # as many as the axis holds
             length = max(length, -(-size // self.max_requests))
-        self._place([Span(0, 0, min(length, size - start)) for start in range(0, size, length)], views)
+        length = min(length, len(self.kv.context_positions))
+        spans = [Span(0, 0, min(length, size - start)) for start in range(0, size, length)]
+        self._place(spans[: self.max_requests] if self.backend == "full" else spans, views)
 
     def _place(self, spans: Sequence[Span], views: Mapping[str, Tensor]) -> None:
         self.set_live(spans)
@@ -193,8 +196,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
 
     def vary(self, views: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Random tokens at random positions, written to distinct slots; requests of other lengths, some cached."""
-        size = views["input_ids"].shape[0]
-        rows, context = len(self.kv.full.page_table), len(self.kv.context_positions)
+        size, context = views["input_ids"].shape[0], len(self.kv.context_positions)
 
         def draw(high: int, count: int = size) -> Tensor:
             return torch.randint(0, high, (count,), generator=generator)
@@ -203,12 +205,13 @@ class PrefillRunner(Runner[Sequence[Span]]):
         views["positions"].copy_(draw(self.model.config.max_position))
         for name, pool in zip(("out_slots", *window_inputs(self.kv)), self.kv.pools, strict=True):
             views[name].copy_(distinct_slots(pool, size, generator))
+        rows = len(self.kv.full.page_table)
         spans: list[Span] = []
         left, cached = size, self.max_cached
         while left:
             last = self.backend == "full" and len(spans) + 1 == self.max_requests
-            length = left if last else 1 + int(draw(min(left, context), 1))
+            length = min(left, context) if last else 1 + int(draw(min(left, context), 1))
             start = int(draw(max(min(context - length, cached), 0) + 1, 1))
             spans.append(Span(int(draw(rows, 1)), start, length))
-            left, cached = left - length, cached - start
+            left, cached = 0 if last else left - length, cached - start
         self._place(spans, views)

@@ -8,28 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import plotly.graph_objects as go
 
 from cglab.graphs.coverage import Coverage
+from cglab.lab.capture_limit import CaptureLimit
 from cglab.lab.comparison import Comparison
 from cglab.lab.planning import PHASES, PhasePlan
-from cglab.lab.recorded import Recorded
-from cglab.ui.style import GREY, INK, colour, empty, faded, figure, register_template, summary
+from cglab.lab.sweep import Sweep
+from cglab.ui.recorded import (
+    recorded_decode,
+    recorded_prefill,
+    recorded_ttft,
+    recorded_ttft_crossover,
+)
+from cglab.ui.step_parts import step_parts
+from cglab.ui.style import GREY, INK, colour, empty, faded, figure, register_template, size_axis, summary
 from cglab.ui.timeline import timeline
 
-if TYPE_CHECKING:
-    import pandas
-
 __all__ = [
-    "batch_sweep",
     "bucket_cost",
     "bucket_plan",
+    "capture_limit",
     "comparison",
     "coverage",
     "recorded_decode",
+    "recorded_prefill",
+    "recorded_ttft",
+    "recorded_ttft_crossover",
     "register_template",
+    "size_sweep",
+    "step_parts",
     "summary",
     "timeline",
 ]
@@ -68,34 +78,51 @@ def comparison(result: Comparison) -> go.Figure:
     return made.update_layout(showlegend=False, margin_b=48)
 
 
-def batch_sweep(frame: pandas.DataFrame, title: str, note: str = "") -> go.Figure:
-    """Step time against batch size, one line an arm; a hollow point is a step of a captured arm that ran eager.
-
-    Args:
-        frame: ``Sweep.as_frame()``.
-        title: of the figure.
-        note: how far it may be trusted.
-    """
+def size_sweep(result: Sweep) -> go.Figure:
+    """Step time against size, one line an arm; a hollow point is a step of a captured arm that ran eager."""
+    frame = result.as_frame()
     missed = frame["captured"].str.startswith("0/") & ~frame["arm"].isin(["eager", "off"])
     hollow = "Hollow: a captured arm whose step ran eager." if missed.any() else ""
-    made = figure(title, f"{note} {hollow}".strip(), height=400)
+    made = figure(result.title, f"{result.note} {hollow}".strip(), height=400)
     for arm, rows in frame.groupby("arm", sort=False):
         made.add_scatter(
-            x=rows["batch"].tolist(), y=rows["median_ms"].tolist(), name=str(arm), mode="lines+markers",
+            x=rows[result.size].tolist(), y=rows["median_ms"].tolist(), name=str(arm), mode="lines+markers",
             line={"color": colour(str(arm)), "width": 2},
             marker={"size": 9, "color": ["#FFFFFF" if eager else colour(str(arm)) for eager in missed[rows.index]],
                     "line": {"width": 2, "color": colour(str(arm))}},
             error_y={"array": (rows["high_ms"] - rows["median_ms"]).tolist(), "thickness": 1, "width": 3,
                      "arrayminus": (rows["median_ms"] - rows["low_ms"]).tolist()},
             customdata=rows[FACTS].astype(object).fillna("none").to_numpy().tolist(),
-            hovertemplate="batch %{x}, bucket %{customdata[0]}: %{y:.4g} ms<br>parity %{customdata[1]}, captured "
-            "%{customdata[2]} %{customdata[3]}",
+            hovertemplate=f"%{{x}} {result.unit}, bucket %{{customdata[0]}}: %{{y:.4g}} ms<br>parity "
+            "%{customdata[1]}, captured %{customdata[2]} %{customdata[3]}",
         )  # fmt: skip
-    sizes = sorted(set(frame["batch"].tolist()))
-    wide = bool(sizes) and sizes[-1] >= 16 * sizes[0]
-    made.update_xaxes(title_text="batch size (requests)", tickvals=sizes, type="log" if wide else "linear")
+    made.update_xaxes(title_text=f"size ({result.unit})", **size_axis(frame[result.size].tolist()))
     made.update_yaxes(title_text="step time (ms)", rangemode="tozero")
     return made
+
+
+def capture_limit(result: CaptureLimit) -> go.Figure:
+    """Time of a captured step over that of an eager one, with 95 % intervals; a line at the limit that was found."""
+    points = result.found.evidence
+    made = figure(result.title, str(result).splitlines()[0], height=380, showlegend=False)
+    ratios = [point.difference.ratio for point in points]
+    intervals = [point.difference.interval for point in points]
+    made.add_scatter(
+        x=[point.size for point in points], y=ratios, name=f"{result.arm} over eager", mode="lines+markers",
+        line={"color": colour(result.arm), "width": 2}, marker={"size": 9},
+        error_y={"array": [each.high - ratio for each, ratio in zip(intervals, ratios, strict=True)],
+                 "arrayminus": [ratio - each.low for each, ratio in zip(intervals, ratios, strict=True)],
+                 "thickness": 1, "width": 3},
+        customdata=[point.difference.verdict for point in points],
+        hovertemplate=f"%{{x}} {result.unit}: x%{{y:.3g}}, %{{customdata}}<extra></extra>",
+    )  # fmt: skip
+    made.add_hline(y=1.0, line={"color": GREY, "width": 1.5}, annotation_text="eager")
+    if result.found.limit is not None:
+        made.add_vline(
+            x=result.found.limit, line={"color": INK, "width": 1, "dash": "dot"}, annotation_text="limit"
+        )
+    made.update_xaxes(title_text=f"size ({result.unit})", **size_axis([point.size for point in points]))
+    return made.update_yaxes(title_text="captured over eager time (ratio)", rangemode="tozero")
 
 
 def bucket_cost(memory: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
@@ -153,7 +180,7 @@ def bucket_plan(result: PhasePlan) -> go.Figure:
             hovertemplate=f"{name}: bucket %{{x}}<extra></extra>",
         )  # fmt: skip
     sizes = [*steps, *result.plan.chosen.buckets, *result.plan.sglang.buckets]
-    made.update_xaxes(type="log" if max(sizes) >= 16 * min(sizes) else "linear")
+    made.update_xaxes(type=size_axis(sizes)["type"])
     made.update_xaxes(title_text=f"size ({unit})", row=2)
     made.update_yaxes(title_text="steps up to this size (%)", rangemode="tozero", row=1)
     return made.update_yaxes(autorange="reversed", showgrid=False, ticks="", row=2)
@@ -183,39 +210,3 @@ def coverage(by_arm: Mapping[str, Coverage]) -> go.Figure:
     made.update_xaxes(title_text="steps", rangemode="tozero")
     made.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     return made
-
-
-def recorded_decode(recorded: Recorded) -> go.Figure:
-    """Recorded decode steps, one panel a model: step time by batch size and arm, with the floor as a line."""
-    frame = recorded.as_frame()
-    if frame.empty:
-        return empty("Decode step on a GPU: not recorded yet", str(recorded))
-    models = list(dict.fromkeys(frame["model"]))
-    made = figure(f"Decode step on {recorded.device}", f"{recorded.note}", height=420, barmode="group")
-    made.set_subplots(1, len(models), subplot_titles=models, horizontal_spacing=0.08)
-    made.update_layout(margin_t=104)
-    shown: set[str] = set()
-    for column, model in enumerate(models, 1):
-        panel = frame[frame["model"] == model].sort_values("batch", kind="stable")
-        for arm in dict.fromkeys(frame["arm"]):
-            rows = panel[panel["arm"] == arm]
-            made.add_bar(
-                x=rows["batch"].astype(str).tolist(), y=rows["step_ms"].tolist(), row=1, col=column, name=arm,
-                legendgroup=arm, showlegend=arm not in shown, marker={"color": colour(arm)},
-                text=[f"{value:.3g}" for value in rows["step_ms"]], textposition="outside", cliponaxis=False,
-                customdata=rows["parity"].fillna("reference").tolist(),
-                hovertemplate=f"{model}, {arm}, batch %{{x}}: %{{y:.4g}} ms<br>parity %{{customdata}}<extra></extra>",
-            )  # fmt: skip
-            shown.add(arm)
-        if "floor_ms" in panel and panel["floor_ms"].notna().any():
-            floor = panel.dropna(subset=["floor_ms"]).groupby("batch")["floor_ms"].min()
-            made.add_scatter(
-                x=[str(batch) for batch in floor.index], y=floor.tolist(), row=1, col=column, mode="markers",
-                name="floor", legendgroup="floor", showlegend="floor" not in shown,
-                marker={"symbol": "line-ew", "size": 60, "line": {"width": 2, "color": INK}},
-                hovertemplate="floor %{y:.4g} ms<extra></extra>",
-            )  # fmt: skip
-            shown.add("floor")
-    made.update_xaxes(title_text="batch size (requests)", type="category")
-    made.update_yaxes(rangemode="tozero")
-    return made.update_yaxes(title_text="step time (ms)", col=1)

@@ -6,6 +6,7 @@ always means captured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from zlib import crc32
@@ -92,6 +93,13 @@ def empty(title: str, note: str) -> go.Figure:
     made.update_xaxes(visible=False)
     made.update_yaxes(visible=False)
     return made
+
+
+def size_axis(sizes: Sequence[int]) -> dict[str, Any]:
+    """An axis with a tick at each size, logarithmic where the sizes span a factor of 16."""
+    ticks = sorted(set(sizes))
+    wide = bool(ticks) and ticks[-1] >= 16 * ticks[0]
+    return {"tickvals": ticks, "type": "log" if wide else "linear"}
 
 
 def summary(figure: go.Figure) -> str:

@@ -44,7 +44,7 @@ def test_all_is_a_list_of_what_this_version_has(ask_json, monkeypatch):
     )
     status, found = ask_json("parity", "--all", "--cases", "3")
     assert status == 0
-    assert [(each["technique"], each["cases"]) for each in found] == [("decode", 3)]
+    assert [(each["technique"], each["cases"]) for each in found] == [("decode", 3), ("prefill", 3)]
 
 
 def test_a_planted_fault_is_caught_by_one_command(ask):

@@ -48,6 +48,7 @@ class Bench:
         self.options = SchedulerOptions(budget, **options)
         self.scheduler = Scheduler(self.layout, self.options)
         self.kv, self.window_kv = {}, {}
+        self.page_table, self.window_table = {}, {}  # by row, as the device has them: written when dirty
         self.now = 0.0
         self.requests, self.events, self.batches = [], [], []
         self.passed_over = 0  # batches in a row without the oldest request
@@ -82,6 +83,9 @@ class Bench:
         )
         self.batches.append(batch)
         self.check()
+        assert all(request.decoding for request in scheduler.running[:-1]), (
+            "only the youngest is in mid-prompt"
+        )
         return batch
 
     def drain(self):
@@ -116,6 +120,16 @@ class Bench:
         else:
             assert isinstance(batch, DecodeBatch) and all(r.decoding for r in batch.requests)
         assert len(set(batch.requests)) == len(batch.requests)
+        for request in batch.requests:
+            if request.dirty:
+                before = self.page_table.get(request.row), self.window_table.get(request.row)
+                new = request.computed == request.reused
+                assert new or before != (request.pages, request.window_pages), "written for nothing"
+                self.page_table[request.row] = list(request.pages)
+                self.window_table[request.row] = list(request.window_pages)
+                request.dirty = False
+            assert self.page_table[request.row] == request.pages, "the row changed and nobody was told"
+            assert self.window_table[request.row] == request.window_pages
         written = [slot for chunk in batch.chunks for slot in self.write(chunk)]
         assert len(set(written)) == len(written), "two requests write one slot"
         assert all(chunk.request.row for chunk in batch.chunks)

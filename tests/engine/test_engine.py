@@ -129,6 +129,21 @@ def test_a_known_prefix_is_not_computed_again(bench):
     assert engine.generate([[*range(1, 14)]], 3).timings.prefill_tokens == [13]
 
 
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_a_prefix_of_other_weights_is_forgotten(bench, how):
+    engine = bench("eager", prefill="eager")
+    engine.generate([[*range(1, 14)]], 3)
+    weight = engine.model.blocks[0].feed_forward.down.weight
+    with torch.no_grad():
+        if how == "in place":
+            weight.neg_()
+        else:
+            weight.data = -weight.data
+    changed = engine.generate([[*range(1, 14)]], 3)
+    assert changed.timings.prefill_tokens == [13]
+    assert changed.tokens == [reference(engine, [*range(1, 14)], 3)]
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_requests_that_gave_way_end_with_the_same_tokens(bench, mixed):
     engine = bench(rows=5, pages=11, buckets=(1, 2, 4), mixed=mixed)

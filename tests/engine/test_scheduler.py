@@ -119,7 +119,6 @@ def test_equal_prompts_of_one_batch_end_up_on_the_same_pages():
     first, second = bench.add([1, 2, 3, 4, 5], 3), bench.add([1, 2, 3, 4, 6], 3)
     batch = bench.scheduler.plan(0.0)
     assert not {*first.pages} & {*second.pages}
-    first.dirty = second.dirty = False  # the engine has written their rows
     bench.scheduler.commit(batch, bench.compute(batch), 0.0)
     assert first.pages[:2] == second.pages[:2] and first.pages[2] != second.pages[2]
     assert (first.dirty, second.dirty) == (False, True), "only the second one's row changed"
@@ -226,6 +225,17 @@ def test_an_endless_row_of_one_token_requests_does_not_stop_decoding():
         bench.add([4, 5, 6], 1)
         bench.step()
     assert patient.finish == "length" and bench.scheduler.waiting
+    kinds = "".join("D" if isinstance(batch, DecodeBatch) else "P" for batch in bench.batches)
+    assert kinds == "PDPPDPPDPPD" + "P" * 9, "at most two pass by before it decodes on"
+
+
+def test_in_mixed_batches_nobody_is_passed_by_and_new_prompts_keep_coming():
+    bench = Bench(budget=4, pages=20, rows=3, mixed=True)
+    patient = bench.add([1], 6)
+    for _ in range(6):
+        bench.add([2, 3, 4], 1)
+        bench.step()
+    assert patient.finish == "length" and all(len(batch.requests) == 2 for batch in bench.batches)
 
 
 def test_cancelled_while_waiting():
@@ -354,6 +364,13 @@ def test_a_batch_that_failed_ends_its_requests_and_no_others():
     assert waiting.output == alone([2], 2)
 
 
+def test_who_was_cancelled_before_its_batch_failed_stays_cancelled():
+    bench = Bench(budget=4)
+    request = bench.add([1, 2], 3)
+    bench.step(during=lambda: bench.cancel(request), fail=True)
+    assert request.finish == "cancelled" and len(bench.events) == 1 and bench.scheduler.idle
+
+
 def test_a_batch_is_planned_computed_and_committed_in_turns():
     bench = Bench()
     bench.add([1], 3)
@@ -406,6 +423,30 @@ def test_no_prefix_reuse_with_a_window_and_the_reason_is_given():
         bench.drain()
     assert bench.requests[1].reused == 0
     assert bench.scheduler.prefix_reuse_reason.startswith("sliding-window layers keep only the last 3 tokens")
+
+
+@pytest.mark.parametrize(("free", "comes"), [(1, False), (2, True)])
+def test_a_prompt_also_leaves_a_window_page_for_each_that_runs(free, comes):
+    bench = Bench(budget=2, pages=30, window=2, window_pages=2 + free)
+    bench.add([1], 7)
+    bench.step()
+    assert bench.scheduler.memory.window_pages.free == free
+    late = bench.add([2], 3)
+    bench.step()
+    assert bool(late.row) == comes
+
+
+def test_a_prompt_that_waits_for_window_pages_is_not_passed_by_a_new_one():
+    bench = Bench(budget=8, pages=70, page_size=1, window=6, window_pages=17, mixed=True)
+    bench.add([1], 9)
+    bench.step()
+    long, late = bench.add([2] * 28, 1), bench.add([3], 1)
+    for _ in range(4):
+        batch = bench.step()
+    assert shape(batch) == [0], "five pages for the one that decodes, five and seven more are not left"
+    assert long.computed == 21 and bench.scheduler.memory.window_pages.free == 6 and not late.row
+    bench.drain()
+    assert long.preemptions == 0 and long.output == alone(long.prompt, 1)
 
 
 def test_the_youngest_gives_way_for_window_pages_too():

@@ -36,7 +36,7 @@ def check_outcome(bench):
         else:
             stopped = whole and whole[-1] in request.stops
             assert request.output == whole and request.finish == ("stop" if stopped else "length")
-        assert (request.row, request.pages, request.window_pages, request.computed) == (0, [], [], 0)
+        assert not (request.row or request.pages or request.window_pages or request.computed or request.dirty)
         own = [event for event in bench.events if event.request is request]
         assert [event.token for event in own if event.token is not None] == request.output, "all is streamed"
         assert [event.finish for event in own if event.finish] == [request.finish], "and the end once"

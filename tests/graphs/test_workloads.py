@@ -1,6 +1,7 @@
 """What a workload does to captures: few of many sizes, too little memory, a sibling at work, routers, dropout."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -92,16 +93,18 @@ def test_b12_a_capture_in_a_thread_while_another_computes(device, lazy):
     known = torch.eye(32, device=device)
 
     def compute():
-        while not stop.is_set():
-            if not torch.equal(known @ known, known):
-                wrong.append(1)
+        own = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
+        with own:
+            while not stop.is_set():
+                if not torch.equal(known @ known, known):
+                    wrong.append(1)
 
-    captured = cglab.capture(shifted, slots=X, buckets=(2, 4, 8), lazy=lazy, strict=True)
+    captured = cglab.capture(shifted, slots=X, buckets=(2, 4, 8), lazy=lazy, strict=True, clone=True)
     captured.warm(x=rows(device, 2))
 
     def use():
         for n in (2, 4, 8, 3):
-            results.append((n, captured(x=rows(device, n)).clone()))  # noqa: PERF401 - in the order of the calls
+            results.append((n, captured(x=rows(device, n))))  # noqa: PERF401 - in the order of the calls
 
     sibling, users = threading.Thread(target=compute), [threading.Thread(target=use) for _ in range(2)]
     try:

@@ -9,6 +9,7 @@ import torch
 
 import cglab
 from cglab import errors
+from cglab.engine.load import Load
 from cglab.lab.comparison import TAPE_NOTE
 from cglab.lab.techniques import TECHNIQUES, Captures
 
@@ -59,13 +60,31 @@ def test_generation_is_the_same_in_every_mode_with_requests_that_end_at_differen
     assert found["full"].text == [lab.tokenizer.decode(tokens) for tokens in found["full"].tokens]
     assert found["eager"].coverage.reasons == {"BACKEND_EAGER": len(found["eager"].timings.steps)}
     assert found["full"].coverage.share == 1.0 and set(found["full"].timings.step_batches) <= {1, 2, 3, 4}
-    assert lab.engine.rows.free == lab.engine.rows.total and lab.engine.pages.free == lab.engine.pages.total
+    lab.engine.scheduler.check_invariants()
+    assert lab.engine.idle
 
 
 def test_a_request_in_a_batch_says_what_it_says_alone(lab, prompts):
     lab.captures.decode = "full"
     together = lab.generate(prompts[:3], 24).tokens
     assert together == [lab.generate([prompt], 24).tokens[0] for prompt in prompts[:3]]
+
+
+def test_a_cache_too_small_for_all_makes_requests_give_way_and_changes_no_token(prompts):
+    options = {"device": "cpu", "max_batch": 4, "max_context": 64, "buckets": [1, 2, 4]}
+    load = Load(5, 4, (3, 20), 40, seed=1)
+    with (
+        cglab.open("pico-gqa", **options) as ample,
+        cglab.open("pico-gqa", cache_tokens=100, **options) as tight,
+    ):
+        roomy, crowded = ample.load(load), tight.load(load)
+        assert roomy.latency.preemptions == 0 < crowded.latency.preemptions
+        assert crowded.parity(roomy).verdict == "bitwise"
+        with pytest.raises(errors.InputError, match="do not fit into a context of 64"):
+            tight.generate([[1] * 60], 8)
+    for size in (0, -1):
+        with pytest.raises(errors.InputError, match="cache_tokens must be a whole number of at least 1"):
+            cglab.open("pico-gqa", cache_tokens=size, **options)
 
 
 def test_the_end_token_ends_a_request(lab, prompts):
@@ -86,7 +105,7 @@ def test_the_end_token_ends_a_request(lab, prompts):
         ([[]], 4, "prompt 0 is empty"),
         ([[1], [4096]], 4, "prompt 1 has token ids outside of 0 to 4095"),
         ([[1] * 120], 16, "do not fit into a context of 128"),
-        ([[1]], 0, "at least 1"),
+        ([[1]], -1, "at least 0"),
         ([[1.5]], 4, "give a string or a list of token ids"),
         ([[1], [2]], [3], "1 limits for 2 prompts"),
     ],
@@ -94,7 +113,8 @@ def test_the_end_token_ends_a_request(lab, prompts):
 def test_requests_that_can_never_run_are_refused_and_nothing_leaks(lab, prompts_given, limit, told):
     with pytest.raises(errors.InputError, match=told):
         lab.generate(prompts_given, limit)
-    assert lab.engine.pages.free == lab.engine.pages.total
+    lab.engine.scheduler.check_invariants()
+    assert lab.engine.idle
 
 
 def test_comparison_carries_parity_coverage_and_the_honest_note(lab):
@@ -135,7 +155,8 @@ def test_b36_a_replaced_weight_is_refused_by_name_and_a_copy_in_place_is_not(pro
         weight.data = weight.data.clone()
         with pytest.raises(errors.AddressError, match=r"model\.blocks\.2\.feed_forward\.down\.weight"):
             lab.generate(prompts[:1], 4)
-        assert lab.engine.pages.free == lab.engine.pages.total
+        lab.engine.scheduler.check_invariants()
+        assert lab.engine.idle
 
 
 def test_n03_close_gives_back_and_says_so_and_a_closed_lab_refuses(prompts):

@@ -6,20 +6,12 @@ import pytest
 import torch
 
 import cglab
-from cglab.engine.batches import SchedulerOptions
-from cglab.engine.cache import paged_kv
-from cglab.engine.engine import Engine
-from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Request
 from cglab.engine.workload import DecodeStep
 from cglab.errors import InputError
-from cglab.graphs.options import Options
 from cglab.lab import facade
 from cglab.lab.floor import bytes_read
-from cglab.lab.phases import LabPhases
-from cglab.lab.techniques import Captures
 from cglab.models.loading import random_model
-from cglab.runners.base import GraphGroup
 
 WINDOW, BUDGET, PAGE = 20, 24, 16
 SHAPE = {
@@ -139,49 +131,29 @@ def test_any_mix_of_layers_and_mixed_batches_generate_what_transformers_does(mod
         assert settled(lab.engine)
 
 
-@pytest.fixture
-def squeezed(lab):
-    """Makes engines over the lab's model with a cache too small for what runs at a time."""
-    made = []
-
-    def make(decode, prefill, *, mixed):
-        layout = CacheLayout(
-            pages=14, page_size=PAGE, rows=5, max_context=192, window=WINDOW, window_pages=10
-        )
-        kv = paged_kv(layout, lab.config, device=lab.device, dtype=lab.dtype)
-        group, captures = GraphGroup(lab.device), Captures()
-        captures.decode, captures.prefill = decode, prefill
-        phases = LabPhases(lab.model, kv, group, captures, buckets=(1, 2, 4), prefill_buckets=(8, 16, 24),
-                           options=Options(strict=True))  # fmt: skip
-        made.append((phases, group))
-        return Engine(lab.model, kv, phases, SchedulerOptions(BUDGET, mixed=mixed))
-
-    yield make
-    for phases, group in made:
-        phases.close()
-        group.close()
-
-
 @pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
 @pytest.mark.parametrize("mode", MODES)
 def test_b25_with_nan_in_every_page_that_was_given_back_requests_that_gave_way_end_with_the_same_tokens(
-    model, squeezed, mode, mixed
+    model, mode, mixed
 ):
-    engine = squeezed(mode, mode, mixed=mixed)
-    requests = [Request(i, prompt, LONGEST) for i, prompt in enumerate(model().prompts)]
-    for request in requests:
-        engine.submit(request)
-    memory, dropped = engine.scheduler.memory, 0
-    while not engine.idle:
-        engine.step()
-        engine.scheduler.check_invariants()
-        dropped += sum(request.window_pages.count(0) for request in engine.scheduler.running)
-        for pool, books in ((engine.kv.full, memory.pages._free), (engine.kv.sliding, memory.window_pages)):
-            free = torch.tensor(sorted(set(range(books.total + 1)) - books.used))
-            for cache in (pool.keys, pool.values):
-                cache.unflatten(1, (-1, PAGE))[:, free] = float("nan")
-    assert [request.output for request in requests] == model().tokens([LONGEST] * len(requests))
-    assert sum(request.preemptions for request in requests) > 0 and dropped > 50 and settled(engine)
+    """A cache too small for what runs at a time; after every step all that nobody holds is spoilt."""
+    with model().open(cache_tokens=13 * PAGE, mixed=mixed) as lab:
+        lab.captures.decode = lab.captures.prefill = mode
+        requests = [Request(i, prompt, LONGEST) for i, prompt in enumerate(model().prompts)]
+        engine, memory, dropped = lab.engine, lab.engine.scheduler.memory, 0
+        for request in requests:
+            engine.submit(request)
+        while not engine.idle:
+            engine.step()
+            engine.scheduler.check_invariants()
+            dropped += sum(request.window_pages.count(0) for request in engine.scheduler.running)
+            held = {engine.kv.full: memory.pages._free, engine.kv.sliding: memory.window_pages}
+            for pool, books in held.items():
+                free = torch.tensor(sorted(set(range(books.total + 1)) - books.used))
+                for cache in (pool.keys, pool.values):
+                    cache.unflatten(1, (-1, PAGE))[:, free] = float("nan")
+        assert [request.output for request in requests] == model().tokens([LONGEST] * len(requests))
+        assert sum(request.preemptions for request in requests) > 0 and dropped > 50 and settled(engine)
 
 
 def test_the_window_pool_holds_little_more_than_windows_and_nobody_waits_for_it(model, lab):
@@ -222,7 +194,7 @@ def test_steps_are_compared_as_those_of_other_models(lab, name, sizes):
     }
 
 
-@pytest.mark.parametrize("size", ["max_batch", "max_context", "token_budget"])
+@pytest.mark.parametrize("size", ["max_batch", "max_context", "token_budget", "cache_tokens"])
 @pytest.mark.parametrize("value", [0, -16, 2.5])
 def test_sizes_that_make_no_sense_are_told_before_a_weight_is_loaded(model, monkeypatch, size, value):
     monkeypatch.setattr(facade, "load_model", lambda *args, **options: pytest.fail("weights were loaded"))

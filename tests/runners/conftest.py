@@ -164,7 +164,7 @@ class PrefillWorld(World):
         """One prefill step: tokens are made up from row and position."""
         places = [(row, start + i) for row, start, length in spans for i in range(length)]
         columns = (
-            [(7 * row + 3 * position) % CONFIG.vocab_size for row, position in places],
+            [(7 * row + 3 * position) % self.config.vocab_size for row, position in places],
             [position for _, position in places],
             [self.slots_of(row)[position] for row, position in places],
         )

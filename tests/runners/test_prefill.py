@@ -1,5 +1,7 @@
 """T6, the prefill body: captured against padded eager, over every split of the tokens into requests."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -207,7 +209,7 @@ def test_p39_p45_what_a_step_derives_is_fetched_anew_by_the_next_one(prefills, b
     one = prefills(backend, BUCKETS, settings=ROOM)
     spans = [(1, 9, 4)]
     first = one.step(spans)
-    assert one.runner.live.spans == () and one.runner.live._plans == {}
+    assert one.runner.live.spans == () and not one.runner.live._plans
     one.kv.full.page_table[1] = one.kv.full.page_table[2]
     again = check(one, spans)
     assert not torch.equal(again, first)
@@ -302,7 +304,7 @@ def test_p56_an_error_in_a_break_leaves_no_live_spans_and_a_usable_runner(prefil
         patch.setattr(one.kv.full, "write", broken)
         with pytest.raises(RuntimeError, match="out of order"):
             one.step([(4, 11, 5), (2, 0, 1)])
-    assert one.runner.live.spans == () and one.runner.live._plans == {}
+    assert one.runner.live.spans == () and not one.runner.live._plans
     assert same_bits(one.cache(), before)
     check(one, [(4, 11, 3), (2, 0, 1)])
 
@@ -349,9 +351,9 @@ def test_b58_the_warm_ups_length_is_a_setting_and_does_not_change_what_is_record
 ):
     seen, form = [], spans_module.portable
 
-    def watched(query, key, value, out, plan):
-        seen.append((plan.tokens, plan.longest[0]))
-        form(query, key, value, out, plan)
+    def watched(query, key, value, out, query_ends, key_ends, window):
+        seen.append((query_ends[-1], max(end - start for start, end in pairwise(query_ends))))
+        form(query, key, value, out, query_ends, key_ends, window)
 
     monkeypatch.setattr(spans_module, "portable", watched)
     one = prefills("breakable", BUCKETS, settings={"warmup_length": length}, self_check=False)

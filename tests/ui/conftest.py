@@ -10,6 +10,7 @@ from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.keys import ShapeKey
 from cglab.lab.bucket_costs import measured_costs
 from cglab.lab.comparison import Comparison, Profile
+from cglab.lab.parts import Part, StepParts
 from cglab.lab.planning import plan
 from cglab.lab.size_trace import SizeTrace
 from cglab.measure.ab import interleave
@@ -100,6 +101,52 @@ def record(arm, batch, step_ms, *, model="qwen3-8b", run="run-1", created="2026-
     )  # fmt: skip
 
 
+def measured(bench, arm, workload, metrics, *, day=1, model="qwen3-8b"):
+    """One record of a bench on a GPU, as its view reads it."""
+    return Record(
+        bench=bench, arm=arm, device=Device("NVIDIA H200", "cuda"), id=f"{arm}-{workload}", run=f"{bench}-run",
+        created=f"2026-12-{day:02}T10:00:00", model=model, weights="random", tree="old", dtype="bfloat16",
+        workload=workload, metrics=metrics, parity=None if arm == "eager" else Parity(Verdict.BITWISE, 96).as_dict(),
+    )  # fmt: skip
+
+
+def prefill_records():
+    """Two sizes and three arms, one of which failed at one; then what all buckets cost."""
+    sizes = [{"tokens": 512, "cached": 0, "bucket": 512}, {"tokens": 1024, "cached": 8192, "bucket": 1024}]
+    times = {"eager": 20.0, "breakable": 12.0, "full": 10.0}
+    records = [
+        measured("prefill", arm, size, {"step_ms": None if (arm, size["tokens"]) == ("full", 1024) else ms})
+        for size in sizes
+        for arm, ms in times.items()
+    ]
+    return [*records, measured("prefill", "breakable", {"captured": "all buckets"}, {"buckets": 58.0})]
+
+
+def ttft_records():
+    """Two prompt sizes at two concurrencies, eager and breakable, with intervals."""
+    return [
+        measured(
+            "ttft", arm, {"tokens": tokens, "cached": cached, "concurrency": many},
+            {"ttft_ms": ms * many, "ttft_low_ms": ms * many - 1, "ttft_high_ms": ms * many + 2},
+        )
+        for tokens, cached in ((1024, 8192), (128, 0))
+        for many in (4, 1)
+        for arm, ms in (("eager", 25.0), ("breakable", 12.0))
+    ]  # fmt: skip
+
+
+def crossover_records():
+    """Ratios of two captured arms at two sizes; only one of them finds a limit."""
+    ratios = {"breakable": (0.5, 1.01, 128.0), "full": (1.2, 1.3, None)}
+    return [
+        measured("ttft_crossover", arm, {"sizes": [128, 8192]}, {
+            "ratio_at_128": small, "ratio_at_8192": large, "verdict_at_128": "faster", "verdict_at_8192": "no difference",
+            "limit": limit,
+        })
+        for arm, (small, large, limit) in ratios.items()
+    ]  # fmt: skip
+
+
 def planned():
     """A plan for three live sizes, costs measured at powers of two."""
     lines = [
@@ -110,12 +157,22 @@ def planned():
     return plan(SizeTrace("evening", {"decode": {3: 2, 5: 1, 16: 1}}), "decode", costs)
 
 
+def parts():
+    """Three segments with two breaks between them, beside one recording of it all."""
+    breakable = [Part("segment", "", 18, 40.0), Part("break", "_prefill", None, 10.0), Part("segment", "", 29, 60.0),
+                 Part("break", "_prefill", None, 12.0), Part("segment", "", None, 38.0)]  # fmt: skip
+    workload = {"tokens": 100, "cached": 0, "requests": 4, "bucket": 112, "cache": 256}
+    arms = {"breakable": tuple(breakable), "full": (Part("segment", "", 265, 150.0),)}
+    return StepParts("prefill", "pico-gqa", workload, "cuda", arms)
+
+
 @pytest.fixture
 def make():
     """The builders above, by name."""
     return SimpleNamespace(
         compared=compared, profiled=profiled, eager_trace=eager_trace, full_trace=full_trace,
-        cpu_trace=cpu_trace, record=record, planned=planned,
+        cpu_trace=cpu_trace, record=record, planned=planned, parts=parts,
+        prefill_records=prefill_records, ttft_records=ttft_records, crossover_records=crossover_records,
     )  # fmt: skip
 
 

@@ -26,9 +26,14 @@ def views(make, records):
         "coverage": result.plot_coverage,
         "bucket_cost": result.plot_buckets,
         "bucket_plan": make.planned().plot,
-        "batch_sweep": Sweep(tuple(make.compared(batch) for batch in (1, 3))).plot,
+        "capture_limit": Sweep((make.compared(1), make.compared(64))).limit("full").plot,
+        "size_sweep": Sweep(tuple(make.compared(batch) for batch in (1, 3))).plot,
+        "step_parts": make.parts().plot,
         "timeline": traced.timeline,
         "recorded_decode": newest("decode", records).plot,
+        "recorded_prefill": newest("prefill", make.prefill_records()).plot,
+        "recorded_ttft": newest("ttft", make.ttft_records()).plot,
+        "recorded_ttft_crossover": newest("ttft_crossover", make.crossover_records()).plot,
     }
 
 
@@ -39,7 +44,7 @@ def test_every_view_has_a_title_units_and_the_template(views):
         assert figure.layout.title.text, name
         assert figure.layout.template.layout.font.family.startswith("Open Sans"), name
         axes = plots.summary(figure).splitlines()[-1]
-        assert any(unit in axes for unit in ("(ms)", "(µs)", "steps")), f"{name}: {axes}"
+        assert any(unit in axes for unit in ("(ms)", "(µs)", "(ratio)", "steps")), f"{name}: {axes}"
 
 
 def test_every_view_draws_the_same_bytes_twice(views):
@@ -61,7 +66,7 @@ def test_bars_start_at_zero(views):
 def test_an_arm_has_one_colour_in_every_view(views):
     for arm in ("full", "breakable"):
         rgb = style.faded(style.colour(arm), 1.0)
-        for name in ("comparison", "bucket_cost", "recorded_decode"):
+        for name in ("comparison", "bucket_cost", "recorded_decode", "recorded_prefill"):
             colours = [trace.marker.color for trace in views[name]().data if trace.name == arm]
             assert colours and set(colours) <= {style.colour(arm), rgb}, name
     assert style.colour("sglang-0.5.16") == style.colour("sglang-0.5.16") != style.colour("eager")
@@ -172,6 +177,24 @@ def test_bucket_cost_of_nothing_says_so():
     assert "Nothing was captured" in plots.bucket_cost({"eager": []}).layout.title.subtitle.text
 
 
+def test_parts_follow_one_another_breaks_in_the_grey_of_eager_and_equal_their_table(make):
+    result = make.parts()
+    figure, frame = result.plot(), result.as_frame()
+    segments, breaks, whole = figure.data
+    assert [segments.name, breaks.name, whole.name] == [
+        "breakable: segments",
+        "breakable: breaks",
+        "full: segments",
+    ]
+    assert list(segments.base) == [0.0, 50.0, 122.0] and list(breaks.base) == [40.0, 110.0]
+    assert (segments.marker.color, breaks.marker.color) == (style.colour("breakable"), style.colour("eager"))
+    assert list(segments.hovertext) == ["18 operations", "29 operations", "? operations"]
+    drawn = sorted(zip(segments.base, segments.x, strict=True)) + sorted(
+        zip(breaks.base, breaks.x, strict=True)
+    )
+    assert [width for _, width in sorted(drawn)] == frame[frame["arm"] == "breakable"]["time_us"].tolist()
+
+
 def test_sweep_marks_where_a_captured_arm_ran_eager(make):
     sweep = Sweep((make.compared(3), make.compared(6, captured=False)))
     full = next(trace for trace in sweep.plot().data if trace.name == "full")
@@ -204,10 +227,44 @@ def test_recorded_results_are_drawn_from_records_alone(records):
     ]
 
 
-def test_nothing_recorded_is_said_and_drawn():
-    nothing = newest("decode", [])
+@pytest.mark.parametrize("bench", ["decode", "prefill", "ttft", "ttft_crossover"])
+def test_nothing_recorded_is_said_and_drawn(bench):
+    nothing = newest(bench, [])
     assert not nothing and nothing.where is None and nothing.as_frame().empty
-    assert "no decode result of a GPU is recorded yet" in nothing.plot().layout.title.subtitle.text
+    title, note = heading(nothing.plot())
+    assert "not recorded yet" in title and f"no {bench} result of a GPU is recorded yet" in note
+
+
+def test_recorded_prefill_has_a_bar_for_each_time_and_none_for_an_arm_that_failed(make):
+    figure = newest("prefill", make.prefill_records()).plot()
+    bars = {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
+    assert bars == {
+        "eager": {"512": 20.0, "1024 after 8192 cached": 20.0},
+        "breakable": {"512": 12.0, "1024 after 8192 cached": 12.0},
+        "full": {"512": 10.0},
+    }
+    assert figure.data[2].customdata == ("bitwise",)
+
+
+def test_recorded_ttft_has_a_panel_for_each_size_and_intervals(make):
+    figure = newest("ttft", make.ttft_records()).plot()
+    assert heading(figure)[0] == "Median time to first token of qwen3-8b on NVIDIA H200"
+    assert [note.text for note in figure.layout.annotations] == [
+        "128 tokens",
+        "1024 after 8192 cached tokens",
+    ]
+    first = figure.data[0]
+    assert list(first.x) == ["1", "4"] and list(first.y) == [25.0, 100.0]
+    assert (list(first.error_y.arrayminus), list(first.error_y.array)) == ([1.0, 1.0], [2.0, 2.0])
+    assert [trace.name for trace in figure.data if trace.showlegend] == ["eager", "breakable"]
+
+
+def test_recorded_crossover_has_the_ratios_and_a_line_only_where_a_limit_was_found(make):
+    figure = newest("ttft_crossover", make.crossover_records()).plot()
+    lines = {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
+    assert lines == {"qwen3-8b, breakable": {128: 0.5, 8192: 1.01}, "qwen3-8b, full": {128: 1.2, 8192: 1.3}}
+    assert sorted(line.x0 for line in figure.layout.shapes) == [0, 128]
+    assert [note.text for note in figure.layout.annotations] == ["limit of breakable", "eager"]
 
 
 def test_tape_records_are_never_shown_as_graph_times(make):

@@ -4,17 +4,18 @@ import gc
 import logging
 
 import pytest
+import torch
 from ipywidgets.widgets.widget import _instances
 
 import cglab
-from cglab.errors import CaptureError, ClosedError
+from cglab.errors import CaptureError, ClosedError, ToggleError
 from cglab.ui.strip import PLOTLY, LabWorker, Strip, StripState, lab_strip
 
 
 class FakeWorker:
     """Does as told: results by mode, errors where planted."""
 
-    mode, largest_batch = "eager", 8
+    technique, mode, size, largest = "decode", "eager", 1, 8
 
     def __init__(self, make):
         self.make, self.calls, self.errors = make, [], {}
@@ -24,12 +25,12 @@ class FakeWorker:
         if call[0] in self.errors:
             raise self.errors[call[0]]
 
-    def choose(self, mode):
+    def choose(self, mode, size):
         self._called("choose", mode)
 
-    def run(self, mode, batch):
-        self._called("run", mode, batch)
-        return self.make.compared(batch, arms=("eager", "full" if mode == "eager" else mode), recorder="tape")
+    def run(self, mode, size):
+        self._called("run", mode, size)
+        return self.make.compared(size, arms=("eager", "full" if mode == "eager" else mode), recorder="tape")
 
 
 @pytest.fixture
@@ -65,8 +66,8 @@ def test_state_tells_apart_what_is_asked_and_what_is():
     )  # fmt: skip
     with pytest.raises(Exception, match="fast"):
         state.requested = "fast"
-    with pytest.raises(Exception, match="batch"):
-        state.batch = 0
+    with pytest.raises(Exception, match="size"):
+        state.size = 0
 
 
 def test_choosing_captures_first_and_then_is_the_case(strip, worker):
@@ -78,7 +79,7 @@ def test_choosing_captures_first_and_then_is_the_case(strip, worker):
 
 def test_a_browser_can_do_all_of_it(strip, worker):
     browser_sets(strip.mode, index=1)
-    browser_sets(strip.batch, value=3)
+    browser_sets(strip.size, value=3)
     browser_clicks(strip.start)
     assert worker.calls == [("choose", "breakable"), ("run", "breakable", 3)]
     assert "breakable" in strip.table.value and "bitwise" in strip.table.value
@@ -87,13 +88,13 @@ def test_a_browser_can_do_all_of_it(strip, worker):
     assert output["data"]["text/plain"].startswith("bar eager: 1 point\nbar breakable: 1 point")
 
 
-def test_a_batch_beyond_the_lab_is_cut_to_its_largest(strip):
-    browser_sets(strip.batch, value=100)
-    assert strip.state.batch == 8
+def test_a_size_beyond_the_lab_is_cut_to_its_largest(strip):
+    browser_sets(strip.size, value=100)
+    assert strip.state.size == 8
 
 
 def test_every_control_has_a_name(strip):
-    assert [strip.mode.description, strip.batch.description, strip.start.description] == [
+    assert [strip.mode.description, strip.size.description, strip.start.description] == [
         "Decode mode", "Batch size", "Run",
     ]  # fmt: skip
 
@@ -125,7 +126,7 @@ def test_n05_an_error_of_a_run_is_shown_and_cleared_by_the_next_success(strip, w
 def test_n05_a_plot_that_fails_is_shown_too(strip, worker):
     result = worker.run("full", 1)
     object.__setattr__(result, "memory", None)
-    worker.run = lambda mode, batch: result
+    worker.run = lambda mode, size: result
     browser_clicks(strip.start)
     assert "TypeError" in strip.error.value and not strip.state.running
 
@@ -175,10 +176,40 @@ def test_a_real_lab_is_toggled_and_measured(lab):
     strip.close()
 
 
+def test_prefill_steps_are_switched_and_measured_on_a_strip_of_their_own(lab):
+    decode, strip = lab_strip(lab), lab_strip(lab, "prefill")
+    assert (strip.mode.description, strip.size.description) == ("Prefill mode", "New tokens")
+    assert strip.mode.value == lab.captures.prefill == "breakable"
+    assert strip.size.value == lab.sizes.default("tokens") == 31
+    browser_sets(strip.size, value=10_000)
+    assert strip.state.size == 31  # a context of 32 keeps a place for the new token
+    browser_sets(strip.size, value=11)
+    browser_sets(strip.mode, index=0)
+    assert (strip.state.error, lab.captures.prefill) == ("", "full")
+    assert strip.status.value == "prefill runs full"
+    assert lab.runner("full", "prefill").captured.captured_sizes == [12]
+    browser_clicks(strip.start)
+    assert strip.state.result.workload["tokens"] == 11 and strip.state.result.parity["full"].ok
+    assert lab_strip(lab, "prefill") is not strip and not decode.start.disabled
+    with pytest.raises(ToggleError, match="decode, prefill"):
+        lab_strip(lab, "verify")
+
+
+def test_n05_a_prefill_capture_that_fails_flips_back_though_buckets_are_captured_on_use(lab, monkeypatch):
+    lab.captures.prefill = "eager"
+    strip = lab_strip(lab, "prefill")
+    monkeypatch.setattr(lab.phases, "_prefill", {})
+    monkeypatch.setattr("cglab.models.spans.PrefillAttention.__call__", lambda *_: torch.ones(()).item())
+    strip.state.requested = "breakable"
+    assert lab.captures.prefill == strip.state.actual == strip.mode.value == "eager"
+    assert "CaptureError: breakable cannot be captured" in strip.state.error
+    strip.close()
+
+
 def test_n05_a_real_capture_that_fails_leaves_the_lab_s_toggle(lab, monkeypatch):
     lab.captures.decode = "eager"
     strip = lab_strip(lab)
-    monkeypatch.setattr(lab, "_runners", {})
+    monkeypatch.setattr(lab.phases, "_decode", {})
     monkeypatch.setattr(
         "cglab.models.decoder.Decoder.logits", lambda self, hidden: hidden * hidden.max().item()
     )
@@ -216,5 +247,5 @@ def test_a_lab_that_was_closed_or_is_gone_is_said():
     del lab
     gc.collect()
     with pytest.raises(ClosedError, match="gone"):
-        worker.choose("full")
+        worker.choose("full", 1)
     strip.close()

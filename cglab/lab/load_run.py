@@ -1,0 +1,172 @@
+"""What ``lab.load`` returns: a closed-loop load as its users saw it, with coverage and forward occupancy beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cglab.engine.engine import Engine, StepRecord
+from cglab.engine.load import Load, LoadResult, drive
+from cglab.engine.requests import Event
+from cglab.engine.segments import Segment
+from cglab.errors import InputError
+from cglab.graphs.coverage import Coverage
+from cglab.lab.comparison import TAPE_NOTE
+from cglab.measure.latency import Latency, latency
+from cglab.measure.occupancy import OccupancyMeter, Scrapes, occupancy, occupancy_by_kind
+from cglab.measure.parity import Parity, compare_tokens
+from cglab.runners.base import Runner
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """One run of a load.
+
+    Attributes:
+        model: name or folder.
+        arms: the toggle's value by phase.
+        device: type of the device, ``cuda`` or ``cpu``.
+        result: what was sent, when each request advanced, and its new tokens.
+        latency: percentiles and rates.
+        coverage: captured and eager steps by phase, with reasons.
+        steps: every step that was computed, a shared prefix's own included.
+        occupancy: forward occupancy of the whole run, percent; None without a timed forward.
+        occupancy_by_kind: of prefill and decode apart.
+        gauge: the same as SGLang's gauge tells it, scraped at its interval.
+        captured_buckets: buckets recorded within the run, on their first use: it waited for them.
+    """
+
+    model: str
+    arms: Mapping[str, str]
+    device: str
+    result: LoadResult
+    latency: Latency
+    coverage: Mapping[str, Coverage]
+    steps: tuple[StepRecord, ...]
+    occupancy: float | None
+    occupancy_by_kind: Mapping[str, float]
+    gauge: Scrapes
+    captured_buckets: int
+
+    @property
+    def note(self) -> str:
+        """What a reader must know before comparing times; empty if nothing."""
+        waited = (
+            f"{self.captured_buckets} buckets were captured on first use within the run, which waited: run it again."
+            if self.captured_buckets
+            else ""
+        )
+        return f"{TAPE_NOTE if self.device == 'cpu' else ''} {waited}".strip()
+
+    def parity(self, other: LoadRun) -> Parity:
+        """The tokens of this run against those of another arm's, request by request.
+
+        Raises:
+            InputError: if they were not asked the same, or no request got a token.
+        """
+        if self.result.payload != other.result.payload:
+            raise InputError(
+                "the two runs were sent different requests; compare runs of one and the same load"
+            )
+        return compare_tokens(self.result.outputs, other.result.outputs)
+
+    def as_frame(self) -> pandas.DataFrame:
+        """One row a measure of latency: measure, unit, p50, p90, samples."""
+        return self.latency.as_frame()
+
+    def coverage_frame(self) -> pandas.DataFrame:
+        """One row a phase: arm, steps, captured, eager, forward occupancy in percent, reasons."""
+        import pandas
+
+        return pandas.DataFrame(
+            {
+                "phase": phase, "arm": self.arms[phase], "steps": each.steps, "captured": each.captured,
+                "eager": each.eager, "occupancy": self.occupancy_by_kind.get(phase),
+                "reasons": ", ".join(each.reasons).lower(),
+            }
+            for phase, each in self.coverage.items()
+        )  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a record."""
+        return {
+            "model": self.model, "arms": dict(self.arms), "device": self.device, "note": self.note,
+            "load": self.result.load.as_dict(), "payload": self.result.payload, "latency": self.latency.as_dict(),
+            "coverage": {phase: each.as_dict() for phase, each in self.coverage.items()},
+            "occupancy": self.occupancy, "occupancy_by_kind": dict(self.occupancy_by_kind),
+            "gauge": self.gauge.median, "captured_buckets": self.captured_buckets,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        arms = ", ".join(f"{phase}={arm}" for phase, arm in self.arms.items())
+        shown = "none timed" if self.occupancy is None else f"{self.occupancy:.1f} %"
+        lines = [f"{Path(self.model).name}, {arms}: {self.latency}", f"forward occupancy {shown}"]
+        lines += [f"{phase}: {each}" for phase, each in self.coverage.items()]
+        return "\n".join([*lines, self.note]).rstrip()
+
+
+def run_load(
+    engine: Engine,
+    load: Load,
+    runners: Mapping[str, Runner[Any]],
+    *,
+    model: str,
+    seconds: float | None = None,
+) -> LoadRun:
+    """Drives a load through an engine and gathers what ``LoadRun`` tells.
+
+    Args:
+        engine: with nothing else to do.
+        load: what to ask.
+        runners: by phase, those that the engine's phases give for this load.
+        model: its name.
+        seconds: stop after so long.
+
+    Raises:
+        InputError: as ``engine.load.drive``.
+    """
+    before = {phase: runner.coverage().copy() for phase, runner in runners.items()}
+    captured = sum(len(runner.captured.ledger) for runner in runners.values())
+    meter, segments = OccupancyMeter(), list[Segment]()
+
+    def gather(_: list[Event]) -> None:
+        ended = engine.segments.drain()
+        segments.extend(ended)
+        meter.batch_done(ended, engine.now())
+
+    engine.segments.drain()
+    with engine.watched() as steps:
+        result = drive(engine, load, engine.model.config.vocab_size, seconds=seconds, after_step=gather)
+    segments.extend(engine.segments.drain())
+    meter.idle(engine.now())
+    whole, by_kind = _occupied(segments, result)
+    return LoadRun(
+        model,
+        {phase: runner.backend for phase, runner in runners.items()},
+        engine.segments.clock.device.type,
+        result,
+        latency(result),
+        {phase: runner.coverage() - before[phase] for phase, runner in runners.items()},
+        tuple(steps),
+        whole,
+        by_kind,
+        meter.scrapes(),
+        sum(len(runner.captured.ledger) for runner in runners.values()) - captured,
+    )
+
+
+def _occupied(segments: Sequence[Segment], result: LoadResult) -> tuple[float | None, dict[str, float]]:
+    """Forward occupancy from the first arrival to the end of the run, whole and by kind; what is idle is left out."""
+    arrived = [each.arrived_at for each in result.requests if each.arrived_at is not None]
+    if not arrived or result.seconds <= 0:
+        return None, {}
+    window = min(arrived), min(arrived) + result.seconds
+    whole, by_kind = occupancy(segments, *window), occupancy_by_kind(segments, *window)
+    shown = {kind: value for kind, value in by_kind.items() if not math.isnan(value)}
+    return (None if math.isnan(whole) else whole), shown

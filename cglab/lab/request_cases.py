@@ -1,0 +1,299 @@
+"""Parity of whole requests: a load under one batch schedule, in every mode of both phases, against three oracles.
+
+1. *Padded eager*: the same schedule with every replayed step run eager at its padded size: the logits of every token
+   bitwise.
+2. *Alone*: every request by itself, eager, float32: tokens equal but for near-ties, logits within the drift that
+   eager itself shows between the batch and the request alone.
+3. *Poison*: the schedule again with reserved memory full of NaN and hostile static inputs before every step: the
+   logits of every token bitwise.
+
+The cache is small, so that requests give way to each other and are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cglab.engine.batches import Batch, SchedulerOptions
+from cglab.engine.engine import Engine, Phases
+from cglab.engine.load import Load, drive
+from cglab.engine.requests import Request
+from cglab.graphs.options import Options
+from cglab.graphs.out_forms import same_bits
+from cglab.lab.oracles import poison
+from cglab.lab.phases import LabPhases
+from cglab.lab.techniques import Captures
+from cglab.lab.verdicts import TechniqueParity
+from cglab.measure.drift import Drift
+from cglab.models.kv import PagedKV
+from cglab.models.loading import LoadedModel, load_model
+from cglab.runners.base import GraphGroup, Runner
+
+MODES = ("eager", "full", "breakable")
+LOAD = Load(count=64, concurrency=8, prompt_tokens=(4, 24), new_tokens=(2, 24), shared_prefix=16)
+PAGES, PAGE_SIZE, MAX_CONTEXT, BUDGET = (
+    36,
+    4,
+    64,
+    32,
+)  # small pages, few of them: requests outgrow their share
+BUCKETS, PREFILL_BUCKETS = (1, 2, 4, 8), (4, 8, 16, 24, 32)
+
+
+@dataclass
+class _Scheduled:
+    """What one run of the load gave.
+
+    Attributes:
+        requests: those of the load.
+        logits: of every token, by request and place in its output.
+        served: for every step, the size it was replayed at; None where it ran eager.
+        preemptions: how often a request gave way.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    logits: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    served: list[int | None] = field(default_factory=list)
+    preemptions: int = 0
+
+
+class _Through:
+    """A runner whose steps are computed in another way, everything else its own."""
+
+    def __init__(self, runner: Runner[Any], how: Callable[..., Any]) -> None:
+        self._runner, self._how = runner, how
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, live: Any, **inputs: Tensor) -> Any:
+        return self._how(self._runner, live, inputs)
+
+
+class _PhasesThrough:
+    """Phases whose runners compute their steps in another way."""
+
+    def __init__(self, phases: Phases, how: Callable[..., Any]) -> None:
+        self._phases, self._how = phases, how
+
+    def decode(self, *, sampling: bool) -> Any:
+        return _Through(self._phases.decode(sampling=sampling), self._how)
+
+    def prefill(self) -> Any:
+        return _Through(self._phases.prefill(), self._how)
+
+
+class _WatchedEngine(Engine):
+    """An engine that keeps the logits of every token, and the requests."""
+
+    def __init__(self, found: _Scheduled, *args: Any) -> None:
+        super().__init__(*args)
+        self._found = found
+
+    def submit(self, request: Request) -> None:
+        self._found.requests.append(request)
+        super().submit(request)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        tokens, logits = super().forward(batch)
+        ending = [chunk.request for chunk in batch.chunks if chunk.last]
+        for request, row in zip(ending, logits.clone(), strict=True):
+            self._found.logits[request.index, len(request.output)] = row
+        return tokens, logits
+
+
+class RequestOracles:
+    """Runs one load in every mode of both phases.
+
+    Args:
+        loaded: a model with small layers.
+        device: where it runs.
+        load: the requests.
+        prefix_reuse: a shared prefix is computed once.
+        mixed: requests that decode ride along in prefill steps.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        device: torch.device,
+        load: Load,
+        *,
+        prefix_reuse: bool,
+        mixed: bool = False,
+    ) -> None:
+        self.loaded, self.device, self.load = loaded, device, load
+        dtype = loaded.model.embedding.weight.dtype
+        self.kv = PagedKV(
+            loaded.config, pages=PAGES, page_size=PAGE_SIZE, rows=BUCKETS[-1] + 1, max_context=MAX_CONTEXT,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        self.group, self.captures = GraphGroup(device), Captures()
+        self.phases = LabPhases(
+            loaded.model, self.kv, self.group, self.captures, buckets=BUCKETS, prefill_buckets=PREFILL_BUCKETS,
+            options=Options(strict=True),
+        )  # fmt: skip
+        self.policy = SchedulerOptions(BUDGET, prefix_reuse=prefix_reuse, mixed=mixed)
+        self.exact = dtype == torch.float32
+        self._dtype = str(dtype).removeprefix("torch.")
+        self.drift = Drift()
+        self._alone: dict[tuple[int, int], Tensor] = {}
+
+    def _run(self, how: Callable[..., Any], found: _Scheduled | None = None) -> _Scheduled:
+        found = found or _Scheduled()
+        engine = _WatchedEngine(
+            found, self.loaded.model, self.kv, _PhasesThrough(self.phases, how), self.policy
+        )
+        drive(engine, self.load, self.loaded.config.vocab_size)
+        found.preemptions = sum(request.preemptions for request in found.requests)
+        engine.scheduler.check_invariants()
+        return found
+
+    def _served(self) -> _Scheduled:
+        """The load as it is served; which steps were replayed, and at which size."""
+        found = _Scheduled()
+
+        def how(runner: Runner[Any], live: Any, inputs: dict[str, Tensor]) -> Any:
+            before = runner.coverage().captured
+            output = runner.run(live, **inputs)
+            replayed = runner.coverage().captured > before
+            sizes = [size for size in runner.captured.captured_sizes if size >= runner.rows(live)]
+            found.served.append(min(sizes) if replayed else None)
+            return output
+
+        return self._run(how, found)
+
+    def _padded(self, served: Sequence[int | None]) -> _Scheduled:
+        """Oracle 1: what was replayed runs eager at the same size."""
+        sizes = iter(served)
+
+        def how(runner: Runner[Any], live: Any, inputs: dict[str, Tensor]) -> Any:
+            size = next(sizes)
+            if size is None:
+                return runner.run_live_eager(live, **inputs)
+            return runner.run_padded_eager(live, size, **inputs)
+
+        return self._run(how)
+
+    def _poisoned(self) -> _Scheduled:
+        """Oracle 3."""
+
+        def how(runner: Runner[Any], live: Any, inputs: dict[str, Tensor]) -> Any:
+            with poison(runner, self.kv, live, inputs):
+                return runner.run(live, **inputs)
+
+        return self._run(how)
+
+    def alone(self) -> None:
+        """Oracle 2: every request by itself, eager; and what batching alone does to its logits."""
+        self.captures.decode = self.captures.prefill = "eager"
+        found = _Scheduled()
+        phases = _PhasesThrough(
+            self.phases, lambda runner, live, inputs: runner.run_live_eager(live, **inputs)
+        )
+        engine = _WatchedEngine(found, self.loaded.model, self.kv, phases, self.policy)
+        for request in self.load.requests(self.loaded.config.vocab_size):
+            engine.flush_cache()
+            list(engine.stream([request]))
+        self._alone = found.logits
+        batched = self._served()
+        for place, row in batched.logits.items():
+            if place in self._alone and self._same_context(place, batched, found):
+                self.drift.allow("logits", row, self._alone[place])
+        self._tokens = {request.index: request.output for request in found.requests}
+
+    @staticmethod
+    def _same_context(place: tuple[int, int], one: _Scheduled, other: _Scheduled) -> bool:
+        index, step = place
+        outputs = [
+            next(r.output for r in run.requests if r.index == index and r.limit > 1) for run in (one, other)
+        ]
+        return outputs[0][:step] == outputs[1][:step]
+
+    def check(self, decode: str, prefill: str) -> TechniqueParity:
+        """The load with these modes against all three oracles; ``alone`` comes before."""
+        self.captures.decode, self.captures.prefill = decode, prefill
+        result = TechniqueParity(f"decode={decode}, prefill={prefill}", dtype=self._dtype)
+        result.recorder, result.capturable = self.group.recorder.name, {decode, prefill} != {"eager"}
+        got = self._served()
+        result.cases, result.steps = self.load.count, len(got.served)
+        result.captured = sum(size is not None for size in got.served)
+        result.preemptions = got.preemptions
+        for oracle, other in ((1, self._padded(got.served)), (3, self._poisoned())):
+            if other.logits.keys() != got.logits.keys():
+                result.fault(oracle, {}, "another schedule")
+            for place in sorted(got.logits.keys() & other.logits.keys()):
+                if not same_bits(got.logits[place], other.logits[place]):
+                    result.fault(oracle, {"request": place[0], "token": place[1]}, "logits differ in bits")
+        self._against_alone(got, result)
+        return result
+
+    def _against_alone(self, got: _Scheduled, result: TechniqueParity) -> None:
+        result.bound = self.drift.bound("logits")
+        for request in got.requests[-self.load.count :]:
+            wanted = self._tokens[request.index]
+            for step, (token, want) in enumerate(zip(request.output, wanted, strict=True)):
+                where = {"request": request.index, "token": step}
+                alone = self._alone[request.index, step]
+                far = float((got.logits[request.index, step].double() - alone.double()).abs().max())
+                result.max_drift = max(result.max_drift, far)
+                result.compared_tokens += 1
+                if self.exact and not far <= result.bound:
+                    result.fault(2, where, f"logits drift by {far:.3g}, bound {result.bound:.3g}")
+                if token != want:
+                    gap = float(alone.max() - alone[token])
+                    tie = gap < result.bound
+                    result.ties, result.differing = result.ties + tie, result.differing + (not tie)
+                    if self.exact and not tie:
+                        result.fault(
+                            2, where, f"token {token} where the request alone has {want}, {gap:.3g} higher"
+                        )
+                    break  # from here on the contexts differ
+
+    def close(self) -> None:
+        """Gives recordings and pool back."""
+        self.phases.close()
+        self.group.close()
+
+
+def check_requests(
+    device: torch.device,
+    *,
+    modes: Sequence[tuple[str, str]] = tuple(product(MODES, MODES)),
+    load: Load = LOAD,
+    prefix_reuse: bool = True,
+    mixed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[TechniqueParity]:
+    """Runs one load in several modes against the three oracles.
+
+    Args:
+        device: the recorder follows from it.
+        modes: of decode and prefill.
+        load: the requests.
+        prefix_reuse: a shared prefix is computed once.
+        mixed: requests that decode ride along in prefill steps.
+        dtype: float32 judges all three oracles; a lower precision reports what oracle 2 finds without failing it.
+        progress: called with each pair of modes.
+
+    Returns:
+        One verdict for each pair of modes.
+    """
+    loaded = load_model("pico-gqa", device=device, dtype=dtype)
+    oracles = RequestOracles(loaded, device, load, prefix_reuse=prefix_reuse, mixed=mixed)
+    try:
+        oracles.alone()
+        found = []
+        for decode, prefill in modes:
+            progress(f"decode={decode}, prefill={prefill}")
+            found.append(oracles.check(decode, prefill))
+        return found
+    finally:
+        oracles.close()
