@@ -11,11 +11,13 @@ from typing import Any, Self
 import torch
 
 from cglab.engine.batches import SchedulerOptions
+from cglab.engine.cache import paged_kv
 from cglab.engine.engine import Engine
 from cglab.engine.load import Load
+from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Event, Generation, Request, Sampling
 from cglab.engine.workload import Step
-from cglab.errors import ClosedError, InputError
+from cglab.errors import ClosedError
 from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
@@ -32,11 +34,8 @@ from cglab.measure.ab import interleave
 from cglab.measure.memory import Memory, memory_now
 from cglab.measure.parity import Parity
 from cglab.measure.profiling import profile
-from cglab.models.kv import PagedKV
-from cglab.models.loading import load_model
+from cglab.models.loading import ModelSource, load_model
 from cglab.runners.base import GraphGroup, Runner
-
-PAGE_SIZE = 16
 
 
 class Lab:
@@ -53,12 +52,11 @@ class Lab:
     def __init__(
         self,
         name: str | Path,
+        source: ModelSource,
+        layout: CacheLayout,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        max_batch: int,
-        max_context: int | None,
-        cache_tokens: int | None,
         buckets: Sequence[int] | None,
         prefill_buckets: Sequence[int] | None,
         scheduling: SchedulerOptions,
@@ -66,9 +64,8 @@ class Lab:
         seed: int,
         debug: bool,
     ) -> None:
-        if not isinstance(max_batch, int) or max_batch < 1:
-            raise InputError(f"max_batch must be a whole number of at least 1, got {max_batch!r}")
-        self.buckets = bucket_list(max_batch, sglang_decode if padding else exact_sizes, explicit=buckets)
+        sizes = sglang_decode if padding else exact_sizes
+        self.buckets = bucket_list(layout.rows - 1, sizes, explicit=buckets)
         self.prefill_buckets = prefill_sizes(scheduling.token_budget, prefill_buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
         self.captures = Captures()
@@ -76,17 +73,9 @@ class Lab:
         self.group = GraphGroup(device)
         self._before = self._memory()
         self.model, self.config, self.tokenizer, self.weights = load_model(
-            name, device=device, dtype=dtype, seed=seed
+            source, device=device, dtype=dtype, seed=seed
         )
-        context = min(max_context or (512 if device.type == "cpu" else 1024), self.config.max_position)
-        pages = max_batch * (
-            -(-context // PAGE_SIZE) + 1
-        )  # one more each: one is let in only if all can grow
-        pages = pages if cache_tokens is None else -(-cache_tokens // PAGE_SIZE)
-        kv = PagedKV(
-            self.config, pages=pages + 1, page_size=PAGE_SIZE, rows=max_batch + 1,
-            max_context=context, device=device, dtype=dtype,
-        )  # fmt: skip
+        kv = paged_kv(layout, self.config, device=device, dtype=dtype)
         self.phases = LabPhases(
             self.model, kv, self.group, self.captures, buckets=self.buckets,
             prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
@@ -98,6 +87,11 @@ class Lab:
     def max_context(self) -> int:
         """Longest request, prompt and new tokens, in tokens."""
         return self.engine.max_context
+
+    @property
+    def prefix_reuse_reason(self) -> str | None:
+        """Why tokens that an earlier request computed are computed again; None if they are not."""
+        return self.engine.scheduler.prefix_reuse_reason
 
     def runner(self, mode: str | None = None, name: str = "decode") -> Runner[Any]:
         """The runner of a technique and mode (the toggle's own by default), captured on first use."""
@@ -295,6 +289,8 @@ class Lab:
         self.close()
 
     def __repr__(self) -> str:
-        buckets = f"buckets {self.buckets[0]} to {self.buckets[-1]}"
-        state = "closed" if self._closed else f"{self.captures}, {buckets}"
+        state = f"{self.captures}, buckets {self.buckets[0]} to {self.buckets[-1]}"
+        if not self._closed and self.prefix_reuse_reason:
+            state += f"; no prefix reuse: {self.prefix_reuse_reason}"
+        state = "closed" if self._closed else state
         return f"Lab({self.name}, {self.weights} weights, {self.device}, {self.dtype}; {state})"
