@@ -15,6 +15,7 @@ from cglab.engine.segments import Segment
 from cglab.errors import InputError
 from cglab.graphs.coverage import Coverage
 from cglab.lab.comparison import TAPE_NOTE
+from cglab.lab.views import draw
 from cglab.measure.latency import Latency, latency
 from cglab.measure.occupancy import OccupancyMeter, Scrapes, occupancy, occupancy_by_kind
 from cglab.measure.parity import Parity, compare_tokens
@@ -36,6 +37,7 @@ class LoadRun:
         latency: percentiles and rates.
         coverage: captured and eager steps by phase, with reasons.
         steps: every step that was computed, a shared prefix's own included.
+        segments: its timed forwards, in order.
         occupancy: forward occupancy of the whole run, percent; None without a timed forward.
         occupancy_by_kind: of prefill and decode apart.
         gauge: the same as SGLang's gauge tells it, scraped at its interval.
@@ -49,6 +51,7 @@ class LoadRun:
     latency: Latency
     coverage: Mapping[str, Coverage]
     steps: tuple[StepRecord, ...]
+    segments: tuple[Segment, ...]
     occupancy: float | None
     occupancy_by_kind: Mapping[str, float]
     gauge: Scrapes
@@ -92,6 +95,42 @@ class LoadRun:
             }
             for phase, each in self.coverage.items()
         )  # fmt: skip
+
+    @property
+    def title(self) -> str:
+        """What was run, in one line."""
+        load = self.result.load
+        return f"{load.count} requests to {Path(self.model).name}, {load.concurrency} in flight"
+
+    def occupancy_frame(self, windows: int = 40) -> pandas.DataFrame:
+        """One row a window of the run: start and end in seconds, forward occupancy by phase and in all, percent.
+
+        Args:
+            windows: into how many, all of one length.
+
+        Raises:
+            InputError: for no window, or a run in which nothing was sent.
+        """
+        import pandas
+
+        run = _window(self.result)
+        if windows < 1 or run is None:
+            raise InputError(
+                f"{windows} windows of a run of {self.result.seconds} s; give at least 1 and a load"
+            )
+        start, length = run[0], (run[1] - run[0]) / windows
+        edges = [(start + index * length, start + (index + 1) * length) for index in range(windows)]
+        return pandas.DataFrame(
+            {
+                "start_s": low - start, "end_s": high - start,
+                **occupancy_by_kind(self.segments, low, high), "all": occupancy(self.segments, low, high),
+            }
+            for low, high in edges
+        )  # fmt: skip
+
+    def plot_occupancy(self, windows: int = 40) -> Any:
+        """Forward occupancy over time, by phase, a plotly figure."""
+        return draw("occupancy", self, windows=windows)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a record."""
@@ -154,6 +193,7 @@ def run_load(
         latency(result),
         {phase: runner.coverage() - before[phase] for phase, runner in runners.items()},
         tuple(steps),
+        tuple(segments),
         whole,
         by_kind,
         meter.scrapes(),
@@ -161,12 +201,17 @@ def run_load(
     )
 
 
-def _occupied(segments: Sequence[Segment], result: LoadResult) -> tuple[float | None, dict[str, float]]:
-    """Forward occupancy from the first arrival to the end of the run, whole and by kind; what is idle is left out."""
+def _window(result: LoadResult) -> tuple[float, float] | None:
+    """From the first arrival to the end of the run, by the engine's clock; None if nothing arrived."""
     arrived = [each.arrived_at for each in result.requests if each.arrived_at is not None]
-    if not arrived or result.seconds <= 0:
+    return (min(arrived), min(arrived) + result.seconds) if arrived and result.seconds > 0 else None
+
+
+def _occupied(segments: Sequence[Segment], result: LoadResult) -> tuple[float | None, dict[str, float]]:
+    """Forward occupancy of the run, whole and by kind; what is idle is left out."""
+    window = _window(result)
+    if window is None:
         return None, {}
-    window = min(arrived), min(arrived) + result.seconds
     whole, by_kind = occupancy(segments, *window), occupancy_by_kind(segments, *window)
     shown = {kind: value for kind, value in by_kind.items() if not math.isnan(value)}
     return (None if math.isnan(whole) else whole), shown

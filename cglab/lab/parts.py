@@ -27,7 +27,7 @@ from cglab.runners.base import Runner
 if TYPE_CHECKING:
     import pandas
 
-ALONE = "Each part was run alone and waited for; a step overlaps them and takes less than their sum"
+ALONE = "Each part was run alone and waited for"
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,11 +77,16 @@ def decode_costs(lab: Lab) -> MeasuredCosts:
     return measured_costs(full.captured.ledger, step_ms, eager_ms)
 
 
-def prefill_costs(lab: Lab) -> MeasuredCosts:
-    """What the lab's prefill buckets cost, every bucket timed breakable and eager on tokens without a cached prefix."""
+def prefill_costs(lab: Lab, buckets: Sequence[int] | None = None) -> MeasuredCosts:
+    """What prefill buckets cost, every one timed breakable and eager on tokens without a cached prefix.
+
+    Args:
+        lab: an open lab.
+        buckets: token counts, the largest within a step's budget; None for the lab's list.
+    """
     eager = lab.runner("eager", "prefill")
     step_ms, eager_ms = {}, {}
-    with all_captured(lab) as breakable:
+    with all_captured(lab, buckets) as breakable:
         for size in breakable.captured.captured_sizes:
             requests = split(size, lab.engine.largest_batch, lab.max_context - 1)
             with steady_prefill(lab.engine, size, requests=requests) as step:

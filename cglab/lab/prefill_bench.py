@@ -135,11 +135,18 @@ def _axis(runner: PrefillRunner) -> dict[str, int]:
 
 
 @contextmanager
-def all_captured(lab: Lab) -> Iterator[PrefillRunner]:
-    """A breakable prefill runner of the lab's model with all its buckets captured, in a pool of its own."""
+def all_captured(lab: Lab, buckets: Sequence[int] | None = None) -> Iterator[PrefillRunner]:
+    """A breakable prefill runner of the lab's model with all its buckets captured, in a pool of its own.
+
+    Args:
+        lab: an open lab.
+        buckets: token counts; None for the lab's list.
+    """
     group = GraphGroup(lab.device)
     try:
-        runner = PrefillRunner(lab.model, lab.engine.kv, group, lab.prefill_buckets, Options("breakable"))
+        runner = PrefillRunner(
+            lab.model, lab.engine.kv, group, buckets or lab.prefill_buckets, Options("breakable")
+        )
         try:
             runner.capture()
             yield runner

@@ -46,24 +46,32 @@ def grouped_bars(
     panels = list(dict.fromkeys(bar.panel for bar in bars))
     made = figure(title, note, height=420, barmode="group")
     made.set_subplots(1, len(panels), subplot_titles=panels, horizontal_spacing=0.2 / (len(panels) + 1))
-    made.update_layout(margin_t=104)
+    made.update_layout(margin_t=112)
+    made.update_annotations(font_size=13)
     shown: set[str] = set()
     for column, panel in enumerate(panels, 1):
         for arm in dict.fromkeys(bar.arm for bar in bars):
             drawn = [bar for bar in bars if (bar.panel, bar.arm) == (panel, arm)]
             if not drawn:
                 continue
+            whiskers = _whiskers(drawn)
             made.add_bar(
                 x=[bar.group for bar in drawn], y=[bar.height for bar in drawn], row=1, col=column, name=arm,
                 legendgroup=arm, showlegend=arm not in shown, marker={"color": colour(arm)},
-                text=[f"{bar.height:.3g}" for bar in drawn], textposition="outside", cliponaxis=False,
-                error_y=_whiskers(drawn), customdata=[bar.parity for bar in drawn],
+                # Whiskers would cross the number.
+                text=None if whiskers else [f"{bar.height:.3g}" for bar in drawn], textposition="outside",
+                cliponaxis=False, error_y=whiskers, customdata=[bar.parity for bar in drawn],
                 hovertemplate=f"{panel}, {arm}, %{{x}}: %{{y:.4g}} {unit}<br>parity %{{customdata}}<extra></extra>",
             )  # fmt: skip
             shown.add(arm)
     made.update_xaxes(title_text=groups, type="category")
     made.update_yaxes(rangemode="tozero")
     return made.update_yaxes(title_text=heights, col=1)
+
+
+def prompt_panel(tokens: int | str, cached: int) -> str:
+    """Heading of a panel for prompts of a size, on two lines where a prefix is cached."""
+    return f"{tokens} tokens" + (f"<br>after {cached} cached" if cached else "")
 
 
 def _whiskers(bars: Sequence[Bar]) -> dict[str, object] | None:

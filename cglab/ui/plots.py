@@ -17,14 +17,27 @@ from cglab.lab.capture_limit import CaptureLimit
 from cglab.lab.comparison import Comparison
 from cglab.lab.planning import PHASES, PhasePlan
 from cglab.lab.sweep import Sweep
+from cglab.ui.loads import occupancy, ttft
 from cglab.ui.recorded import (
     recorded_decode,
+    recorded_planner,
     recorded_prefill,
     recorded_ttft,
     recorded_ttft_crossover,
 )
 from cglab.ui.step_parts import step_parts
-from cglab.ui.style import GREY, INK, colour, empty, faded, figure, register_template, size_axis, summary
+from cglab.ui.style import (
+    GREY,
+    INK,
+    colour,
+    counted,
+    empty,
+    faded,
+    figure,
+    register_template,
+    size_axis,
+    summary,
+)
 from cglab.ui.timeline import timeline
 
 __all__ = [
@@ -33,7 +46,9 @@ __all__ = [
     "capture_limit",
     "comparison",
     "coverage",
+    "occupancy",
     "recorded_decode",
+    "recorded_planner",
     "recorded_prefill",
     "recorded_ttft",
     "recorded_ttft_crossover",
@@ -42,6 +57,7 @@ __all__ = [
     "step_parts",
     "summary",
     "timeline",
+    "ttft",
 ]
 
 PATTERNS = ("", "/", "x", ".", "-", "+")
@@ -102,9 +118,9 @@ def size_sweep(result: Sweep) -> go.Figure:
 
 
 def capture_limit(result: CaptureLimit) -> go.Figure:
-    """Time of a captured step over that of an eager one, with 95 % intervals; a line at the limit that was found."""
+    """Time of a captured step over that of an eager one, with 95 % intervals; dotted at the limit that was found."""
     points = result.found.evidence
-    made = figure(result.title, str(result).splitlines()[0], height=380, showlegend=False)
+    made = figure(result.title, str(result).replace("\n", ". "), height=360, showlegend=False, margin_b=48)
     ratios = [point.difference.ratio for point in points]
     intervals = [point.difference.interval for point in points]
     made.add_scatter(
@@ -118,9 +134,7 @@ def capture_limit(result: CaptureLimit) -> go.Figure:
     )  # fmt: skip
     made.add_hline(y=1.0, line={"color": GREY, "width": 1.5}, annotation_text="eager")
     if result.found.limit is not None:
-        made.add_vline(
-            x=result.found.limit, line={"color": INK, "width": 1, "dash": "dot"}, annotation_text="limit"
-        )
+        made.add_vline(x=result.found.limit, line={"color": INK, "width": 1, "dash": "dot"})
     made.update_xaxes(title_text=f"size ({result.unit})", **size_axis([point.size for point in points]))
     return made.update_yaxes(title_text="captured over eager time (ratio)", rangemode="tozero")
 
@@ -171,8 +185,8 @@ def bucket_plan(result: PhasePlan) -> go.Figure:
         customdata=list(steps.values()),
         hovertemplate=f"%{{customdata}} steps of %{{x}} {unit}<br>%{{y:.3g}} % are no larger<extra></extra>",
     )  # fmt: skip
-    for (name, each), code in zip(result.outcomes.items(), (colour("full"), GREY), strict=True):
-        facts = f"{len(each.buckets)} buckets, {each.memory_bytes / 1e6:.3g} MB, waste {each.waste:.1%}"
+    for (name, each), code in zip(result.outcomes.items(), (colour("plan"), colour("sglang")), strict=True):
+        facts = f"{counted(len(each.buckets), 'bucket')}, {each.memory_bytes / 1e6:.3g} MB, waste {each.waste:.1%}"
         label = f"<b>{name}: {each.time_ms:.4g} ms</b><br>{facts}"
         made.add_scatter(
             x=list(each.buckets), y=[label] * len(each.buckets), row=2, col=1, name=name, mode="markers",

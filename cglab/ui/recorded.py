@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from cglab.lab.recorded import Recorded
 from cglab.measure.record import Record
-from cglab.ui.bars import Bar, grouped_bars
+from cglab.ui.bars import Bar, grouped_bars, prompt_panel
 from cglab.ui.style import GREY, INK, colour, empty, figure, size_axis
 
 Label = Callable[[Record], str]
@@ -64,19 +64,27 @@ def recorded_ttft(recorded: Recorded) -> go.Figure:
             each.workload.get("cached", 0), each.workload["tokens"], each.workload["concurrency"], each.model or "",
         ),
     )  # fmt: skip
-    bars = _bars(
-        recorded,
-        points,
-        "ttft_ms",
-        lambda each: f"{_tokens(each)} tokens",
-        lambda each: str(each.workload["concurrency"]),
-    )
+    bars = _bars(recorded, points, "ttft_ms", _prompt, lambda each: str(each.workload["concurrency"]))
     if not bars:
         return empty("Time to first token on a GPU: not recorded yet", str(recorded))
     models = ", ".join(dict.fromkeys(_model(each) for each in points))
     return grouped_bars(
         f"Median time to first token of {models} on {recorded.device}", recorded.note,
         bars, groups="in flight (requests)", heights="time to first token (ms)",
+    )  # fmt: skip
+
+
+def recorded_planner(recorded: Recorded) -> go.Figure:
+    """Time of each recorded load's steps on the planned buckets and on SGLang's list, one panel a phase."""
+    bars = _bars(
+        recorded, recorded.records, "time_ms",
+        lambda each: str(each.workload["phase"]), lambda each: str(each.workload["load"]),
+    )  # fmt: skip
+    if not bars:
+        return empty("Planned buckets on a GPU: not recorded yet", str(recorded))
+    return grouped_bars(
+        f"Planned buckets beside SGLang's list, costs of {recorded.device}", recorded.note, bars,
+        groups="load", heights="time of all steps (ms)",
     )  # fmt: skip
 
 
@@ -93,16 +101,16 @@ def recorded_ttft_crossover(recorded: Recorded) -> go.Figure:
             if isinstance(ratio := each.metrics.get(f"ratio_at_{size}"), float)
         }
         sizes |= set(ratios)
+        limit = each.metrics.get("limit")
+        told = f"wins up to {limit:.0f}" if isinstance(limit, float) else "wins nowhere"
         made.add_scatter(
-            x=list(ratios), y=list(ratios.values()), name=f"{_model(each)}, {each.arm}", mode="lines+markers",
+            x=list(ratios), y=list(ratios.values()), name=f"{_model(each)}, {each.arm}: {told}", mode="lines+markers",
             line={"color": colour(each.arm), "width": 2}, marker={"size": 9},
             customdata=[each.metrics.get(f"verdict_at_{size}") for size in ratios],
             hovertemplate="%{x} tokens: x%{y:.3g}, %{customdata}",
         )  # fmt: skip
-        limit = each.metrics.get("limit")
         if isinstance(limit, float):
-            told = {"annotation_text": f"limit of {each.arm}", "annotation_font_color": colour(each.arm)}
-            made.add_vline(x=limit, line={"color": colour(each.arm), "width": 1, "dash": "dot"}, **told)
+            made.add_vline(x=limit, line={"color": colour(each.arm), "width": 1, "dash": "dot"})
     made.add_hline(y=1.0, line={"color": GREY, "width": 1.5}, annotation_text="eager")
     made.update_xaxes(title_text="prompt (tokens)", **size_axis(sorted(sizes)))
     return made.update_yaxes(title_text="captured over eager time (ratio)", rangemode="tozero")
@@ -136,3 +144,7 @@ def _model(record: Record) -> str:
 def _tokens(record: Record) -> str:
     cached = record.workload.get("cached", 0)
     return f"{record.workload['tokens']}" + (f" after {cached} cached" if cached else "")
+
+
+def _prompt(record: Record) -> str:
+    return prompt_panel(record.workload["tokens"], record.workload.get("cached", 0))

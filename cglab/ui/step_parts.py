@@ -7,7 +7,7 @@ from itertools import accumulate
 import plotly.graph_objects as go
 
 from cglab.lab.parts import StepParts
-from cglab.ui.style import GREY, colour, figure
+from cglab.ui.style import GREY, colour, counted, figure
 
 
 def step_parts(result: StepParts) -> go.Figure:
@@ -16,7 +16,7 @@ def step_parts(result: StepParts) -> go.Figure:
     for arm, parts in result.arms.items():
         starts = list(accumulate((part.microseconds for part in parts), initial=0.0))
         breaks = result.kinds(arm).count("break")
-        lane = f"<b>{arm}</b><br>{len(parts) - breaks} segments, {breaks} breaks"
+        lane = f"<b>{arm}</b><br>{counted(len(parts) - breaks, 'segment')}, {counted(breaks, 'break')}"
         for kind, code in (("segment", colour(arm)), ("break", GREY)):
             drawn = [(start, part) for start, part in zip(starts, parts, strict=False) if part.kind == kind]
             if not drawn:

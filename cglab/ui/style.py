@@ -24,6 +24,8 @@ COLOURS = {
     "fused": "#CC79A7",
     "breaks": "#D55E00",
     "floor": INK,
+    "plan": "#0072B2",
+    "sglang": GREY,
 }
 """One colour for each arm, in every figure."""
 
@@ -51,7 +53,7 @@ def template() -> go.layout.Template:
     }  # fmt: skip
     own = go.layout.Template(
         layout={
-            "colorway": [*(c for name, c in COLOURS.items() if name not in ("off", "floor")), "#56B4E9"],
+            "colorway": [*dict.fromkeys(code for code in COLOURS.values() if code != INK), "#56B4E9"],
             "font": {"family": "Open Sans, DejaVu Sans, Arial, sans-serif", "size": 13, "color": INK},
             "title": {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top",
                       "pad": {"l": 12, "t": 14}, "font": {"size": 16}},
@@ -93,6 +95,11 @@ def empty(title: str, note: str) -> go.Figure:
     made.update_xaxes(visible=False)
     made.update_yaxes(visible=False)
     return made
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 bucket``, ``2 buckets``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def size_axis(sizes: Sequence[int]) -> dict[str, Any]:

@@ -5,16 +5,23 @@ from types import SimpleNamespace
 
 import pytest
 
+from cglab.engine.load import Load, LoadResult
+from cglab.engine.segments import Segment
+from cglab.engine.timing import RequestTiming
 from cglab.graphs.backends import CaptureCost
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.keys import ShapeKey
 from cglab.lab.bucket_costs import measured_costs
 from cglab.lab.comparison import Comparison, Profile
+from cglab.lab.load_run import LoadRun
+from cglab.lab.load_sweep import LoadPoint, LoadSweep
 from cglab.lab.parts import Part, StepParts
 from cglab.lab.planning import plan
 from cglab.lab.size_trace import SizeTrace
 from cglab.measure.ab import interleave
+from cglab.measure.latency import latency
 from cglab.measure.machine import Device
+from cglab.measure.occupancy import Scrapes
 from cglab.measure.parity import Parity, Verdict
 from cglab.measure.record import Record
 from cglab.measure.trace import DeviceEvent, HostCall, Span, Trace
@@ -101,6 +108,28 @@ def record(arm, batch, step_ms, *, model="qwen3-8b", run="run-1", created="2026-
     )  # fmt: skip
 
 
+def loaded(arm="breakable", ttft=0.02):
+    """One run of two requests of two tokens each: a prefill of 20 ms, a pause, a decode step of 10 ms."""
+    timings = tuple(
+        RequestTiming(index, 100, 0, "length", "", 0, 5.0, 5.0, 5.08, (5.0 + ttft, 5.08))
+        for index in range(2)
+    )
+    result = LoadResult(Load(2, 2, 100, 2), "same", timings, ((7, 8), (9, 7)), 0.1, 2)
+    segments = (Segment("prefill", 5.0, 0.02), Segment("decode", 5.07, 0.01))
+    coverage = {"prefill": Coverage(), "decode": Coverage()}
+    coverage["prefill"].hit("224", 224, 200)
+    return LoadRun(
+        "qwen3-8b", {"prefill": arm, "decode": "full"}, "cuda", result, latency(result), coverage, (), segments,
+        30.0, {"prefill": 20.0, "decode": 10.0}, Scrapes(0.5, ()), 0,
+    )  # fmt: skip
+
+
+def load_swept():
+    """Breakable twice as fast as eager, at one load."""
+    runs = {"eager": (loaded("eager", 0.04),) * 3, "breakable": (loaded(),) * 3}
+    return LoadSweep("prefill", "qwen3-8b", (LoadPoint(Load(2, 2, 100, 2), runs),))
+
+
 def measured(bench, arm, workload, metrics, *, day=1, model="qwen3-8b"):
     """One record of a bench on a GPU, as its view reads it."""
     return Record(
@@ -133,6 +162,16 @@ def ttft_records():
         for many in (4, 1)
         for arm, ms in (("eager", 25.0), ("breakable", 12.0))
     ]  # fmt: skip
+
+
+def planner_records():
+    """Both phases of one load, the plan first."""
+    times = {"prefill": (90.0, 100.0), "decode": (40.0, 50.0)}
+    return [
+        measured("planner", arm, {"load": "chat", "phase": phase, "trace": {}}, {"time_ms": ms, "waste": 0.1})
+        for phase, both in times.items()
+        for arm, ms in zip(("plan", "sglang"), both, strict=True)
+    ]
 
 
 def crossover_records():
@@ -171,7 +210,7 @@ def make():
     """The builders above, by name."""
     return SimpleNamespace(
         compared=compared, profiled=profiled, eager_trace=eager_trace, full_trace=full_trace,
-        cpu_trace=cpu_trace, record=record, planned=planned, parts=parts,
+        cpu_trace=cpu_trace, record=record, planned=planned, parts=parts, loaded=loaded, load_swept=load_swept, planner_records=planner_records,
         prefill_records=prefill_records, ttft_records=ttft_records, crossover_records=crossover_records,
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Figures: a title, units, bars from zero, one colour an arm, and the same bytes every time."""
 
+import math
 import subprocess
 import sys
 from itertools import combinations
@@ -29,8 +30,11 @@ def views(make, records):
         "capture_limit": Sweep((make.compared(1), make.compared(64))).limit("full").plot,
         "size_sweep": Sweep(tuple(make.compared(batch) for batch in (1, 3))).plot,
         "step_parts": make.parts().plot,
+        "occupancy": make.loaded().plot_occupancy,
         "timeline": traced.timeline,
+        "ttft": make.load_swept().plot,
         "recorded_decode": newest("decode", records).plot,
+        "recorded_planner": newest("planner", make.planner_records()).plot,
         "recorded_prefill": newest("prefill", make.prefill_records()).plot,
         "recorded_ttft": newest("ttft", make.ttft_records()).plot,
         "recorded_ttft_crossover": newest("ttft_crossover", make.crossover_records()).plot,
@@ -44,7 +48,7 @@ def test_every_view_has_a_title_units_and_the_template(views):
         assert figure.layout.title.text, name
         assert figure.layout.template.layout.font.family.startswith("Open Sans"), name
         axes = plots.summary(figure).splitlines()[-1]
-        assert any(unit in axes for unit in ("(ms)", "(µs)", "(ratio)", "steps")), f"{name}: {axes}"
+        assert any(unit in axes for unit in ("(ms)", "(µs)", "(ratio)", "(%)", "steps")), f"{name}: {axes}"
 
 
 def test_every_view_draws_the_same_bytes_twice(views):
@@ -227,7 +231,28 @@ def test_recorded_results_are_drawn_from_records_alone(records):
     ]
 
 
-@pytest.mark.parametrize("bench", ["decode", "prefill", "ttft", "ttft_crossover"])
+def test_s4_occupancy_over_time_stacks_the_phases_and_leaves_idle_windows_empty(make):
+    figure = make.loaded().plot_occupancy(windows=10)
+    prefill, decode = figure.data
+    assert heading(figure) == (
+        "Forward occupancy, 2 requests to qwen3-8b, 2 in flight",
+        "30.0 % of the run; prefill breakable, decode full.",
+    )
+    assert list(prefill.y)[:2] == pytest.approx([100, 100]) and decode.y[7] == pytest.approx(100)
+    assert all(math.isnan(value) for value in prefill.y[2:7]), "nothing is drawn while idle"
+    assert (prefill.marker.color, decode.marker.color) == (style.colour("breakable"), style.colour("full"))
+
+
+def test_ttft_says_size_concurrency_arm_and_interval(make):
+    figure = make.load_swept().plot()
+    assert [(trace.name, list(trace.x), list(trace.y)) for trace in figure.data] == [
+        ("eager", ["2"], pytest.approx([40.0])), ("breakable", ["2"], pytest.approx([20.0])),
+    ]  # fmt: skip
+    row = make.load_swept().as_frame().iloc[1]
+    assert (row["verdict"], row["tokens"]) == ("faster", "bitwise") and row["ratio"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("bench", ["decode", "planner", "prefill", "ttft", "ttft_crossover"])
 def test_nothing_recorded_is_said_and_drawn(bench):
     nothing = newest(bench, [])
     assert not nothing and nothing.where is None and nothing.as_frame().empty
@@ -246,12 +271,22 @@ def test_recorded_prefill_has_a_bar_for_each_time_and_none_for_an_arm_that_faile
     assert figure.data[2].customdata == ("bitwise",)
 
 
+def test_recorded_plans_stand_beside_sglangs_list_by_phase_and_load(make):
+    figure = newest("planner", make.planner_records()).plot()
+    assert [note.text for note in figure.layout.annotations] == ["prefill", "decode"]
+    assert [(trace.name, list(trace.x), list(trace.y)) for trace in figure.data] == [
+        ("plan", ["chat"], [90.0]), ("sglang", ["chat"], [100.0]),
+        ("plan", ["chat"], [40.0]), ("sglang", ["chat"], [50.0]),
+    ]  # fmt: skip
+    assert figure.data[1].marker.color == style.GREY
+
+
 def test_recorded_ttft_has_a_panel_for_each_size_and_intervals(make):
     figure = newest("ttft", make.ttft_records()).plot()
     assert heading(figure)[0] == "Median time to first token of qwen3-8b on NVIDIA H200"
     assert [note.text for note in figure.layout.annotations] == [
         "128 tokens",
-        "1024 after 8192 cached tokens",
+        "1024 tokens<br>after 8192 cached",
     ]
     first = figure.data[0]
     assert list(first.x) == ["1", "4"] and list(first.y) == [25.0, 100.0]
@@ -262,9 +297,11 @@ def test_recorded_ttft_has_a_panel_for_each_size_and_intervals(make):
 def test_recorded_crossover_has_the_ratios_and_a_line_only_where_a_limit_was_found(make):
     figure = newest("ttft_crossover", make.crossover_records()).plot()
     lines = {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
-    assert lines == {"qwen3-8b, breakable": {128: 0.5, 8192: 1.01}, "qwen3-8b, full": {128: 1.2, 8192: 1.3}}
+    assert lines == {
+        "qwen3-8b, breakable: wins up to 128": {128: 0.5, 8192: 1.01},
+        "qwen3-8b, full: wins nowhere": {128: 1.2, 8192: 1.3},
+    }
     assert sorted(line.x0 for line in figure.layout.shapes) == [0, 128]
-    assert [note.text for note in figure.layout.annotations] == ["limit of breakable", "eager"]
 
 
 def test_tape_records_are_never_shown_as_graph_times(make):
