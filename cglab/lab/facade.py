@@ -22,7 +22,7 @@ from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
-from cglab.lab import steps as held
+from cglab.lab import steps
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.load_run import LoadRun, run_load
 from cglab.lab.phases import LabPhases, prefill_sizes
@@ -81,7 +81,7 @@ class Lab:
             prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
         )  # fmt: skip
         self.engine = Engine(self.model, kv, self.phases, scheduling)
-        self.sizes = held.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
+        self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
     @property
     def max_context(self) -> int:
@@ -182,11 +182,11 @@ class Lab:
         self._require_open()
         checked = check_arms(name, arms)
         runners = {arm: self.runner(arm, name) for arm in checked}
-        with held.fixed_step(self.engine, name, sizes, self.sizes) as step:
+        with steps.fixed_step(self.engine, name, sizes, self.sizes) as step:
             before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
-            parity = {arm: held.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
+            parity = {arm: steps.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
             times = interleave(
-                {arm: held.timed(runner, step, self.device) for arm, runner in runners.items()},
+                {arm: steps.timed(runner, step, self.device) for arm, runner in runners.items()},
                 instances=instances,
                 repeats=repeats,
             )
@@ -199,11 +199,11 @@ class Lab:
 
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
-        return {**held.describe(step, self.runner("eager", name)), "cache": self.max_context}
+        return {**steps.describe(step, self.runner("eager", name)), "cache": self.max_context}
 
     def step_parity(self, mode: str, step: Step, name: str = "decode") -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1)."""
-        return held.step_parity(self.runner(mode, name), step)
+        return steps.step_parity(self.runner(mode, name), step)
 
     def sweep(
         self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
@@ -213,7 +213,7 @@ class Lab:
 
         Without sizes: every bucket of decode; of prefill the largest step, a quarter of it, and so on.
         """
-        size, swept = held.size_name(name), sizes or self.sizes.swept(name, options.get("requests", 1))
+        size, swept = steps.size_name(name), sizes or self.sizes.swept(name, options.get("requests", 1))
         return Sweep(tuple(self.compare(name, arms, **{size: each, **options}) for each in swept))
 
     def profile(
@@ -221,7 +221,7 @@ class Lab:
         name: str = "decode",
         arms: Sequence[str] = ("eager", "full"),
         *,
-        steps: int = 3,
+        repeats: int = 3,
         save: str | Path | None = None,
         **sizes: int | None,
     ) -> Profile:
@@ -230,18 +230,18 @@ class Lab:
         Args:
             name: the toggle.
             arms: its values.
-            steps: traced steps of each arm.
+            repeats: traced steps of each arm.
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
             **sizes: of the step, as in ``compare``.
         """
         self._require_open()
         checked, traces = check_arms(name, arms), {}
-        with held.fixed_step(self.engine, name, sizes, self.sizes) as step:
+        with steps.fixed_step(self.engine, name, sizes, self.sizes) as step:
             for arm in checked:
                 runner = self.runner(arm, name)
                 run = partial(runner.run, step.live, **step.inputs)
                 kept = save and trace_path(save, name, arm)
-                traces[arm] = profile(run, steps=steps, device=self.device, save=kept)
+                traces[arm] = profile(run, steps=repeats, device=self.device, save=kept)
             made = Profile(name, self.name, self.describe(step, name), traces)
         if save is not None:
             save_profile(made, save, self.device)

@@ -169,6 +169,9 @@ class PrefillRunner(Runner[Sequence[Span]]):
         tokens, given = self.rows(spans), values["input_ids"].shape[0]
         if tokens != given:
             raise InputError(f"the spans have {tokens} tokens, the inputs {given}; give one span a request")
+        limit = self.captured.buckets[-1]
+        if tokens > limit and self.backend != "eager":
+            return Miss(Reason.ABOVE_LIMIT, f"{tokens} tokens, captured up to {limit}")
         if self.backend != "full":
             return None
         if len(spans) > self.max_requests:

@@ -140,7 +140,7 @@ def test_arms_are_settings_each_once(lab, arms):
 
 
 def test_a_profile_without_a_gpu_says_that_it_has_no_device_records(lab):
-    profile = lab.profile("decode", ("eager", "full"), batch=2, context=20, steps=1)
+    profile = lab.profile("decode", ("eager", "full"), batch=2, context=20, repeats=1)
     assert set(profile.traces) == {"eager", "full"}
     assert all(trace.unreliable and trace.busy_us() is None for trace in profile.traces.values())
 

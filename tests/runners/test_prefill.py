@@ -179,8 +179,8 @@ def test_above_the_largest_bucket_is_eager_with_the_facts(prefills, backend):
     one = prefills(backend, (4, 8), settings=ROOM)
     check_eager_alike(one, [(1, 0, 9)])
     coverage = one.runner.coverage()
-    assert coverage.reasons == {"ABOVE_LARGEST": 1}
-    assert coverage.last_facts["ABOVE_LARGEST"] == "size 9, largest bucket 8"
+    assert coverage.reasons == {"ABOVE_LIMIT": 1}
+    assert coverage.last_facts["ABOVE_LIMIT"] == "9 tokens, captured up to 8"
 
 
 def test_more_requests_or_cached_tokens_than_the_axis_holds_are_eager_with_the_facts(prefills):
