@@ -22,9 +22,10 @@ def test_every_available_technique_is_checked():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CHECKED))
 def test_p11_p12_p13_p14_p15_b26_b28_b32_random_sequences_hold_against_three_oracles(name):
-    found = check_technique(name, 300, device=CPU)
+    cases = {"decode": 300}.get(name, 100)
+    found = check_technique(name, cases, device=CPU)
     assert found.ok, str(found)
-    assert found.cases == 300 and found.steps > 600 and 0.4 < found.captured / found.steps < 0.9
+    assert found.cases == cases and found.steps > 2 * cases and 0.4 < found.captured / found.steps < 0.9
 
 
 @pytest.mark.parametrize("name", sorted(CHECKED))
