@@ -148,20 +148,22 @@ def _figures(runs: Mapping[str, Sequence[LoadRun]], arm: str) -> dict[str, Any]:
 
 
 def _gap(runs: Mapping[str, Sequence[LoadRun]], arm: str, probe: Probe) -> dict[str, Any]:
-    """Per step of the load: what the eager trace predicts that a graph wins, and what this arm won."""
+    """Per step of the load: what the eager trace predicts that a graph wins, and what this arm won.
+
+    The wall time is that of the load itself: between requests the host is colder than in a loop over one step.
+    """
     busy = probe.trace.busy_us()
     if busy is None:  # no device records: there is no such time
         return {}
-    wall, busy = probe.eager_seconds * 1e6, busy / probe.trace.steps
+    wall, own = (
+        median(each.result.seconds / each.result.steps for each in runs[a]) * 1e6 for a in ("eager", arm)
+    )
+    busy = busy / probe.trace.steps
     metrics: dict[str, Any] = {
         "eager_step_ms": wall / 1e3, "eager_busy_ms": busy / 1e3, "gap_share": max(wall - busy, 0.0) / wall,
         "eager_launches": probe.trace.launches / probe.trace.steps,
     }  # fmt: skip
-    if arm != "eager":
-        steps = runs[arm][0].result.steps
-        eager, captured = (median(each.result.seconds for each in runs[a]) / steps for a in ("eager", arm))
-        metrics |= won_metrics(probe.trace, wall, wall - (eager - captured) * 1e6)
-    return metrics
+    return metrics if arm == "eager" else metrics | won_metrics(probe.trace, wall, own)
 
 
 def _samples(runs: Sequence[LoadRun]) -> dict[str, list[float]]:
