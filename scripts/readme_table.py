@@ -63,6 +63,10 @@ class Table:
         """The block without records."""
         return f"*Not recorded yet.* `cglab bench {self.bench} --save` on a GPU records it."
 
+    def text(self, folder: Path | None) -> str:
+        """The block from the records of a folder."""
+        return self.block(recorded(self.bench, folder))
+
     def block(self, results: Recorded) -> str:
         """The table as Markdown, under one line on where and when."""
         rows: dict[tuple[Any, ...], dict[str, Record]] = {}
@@ -133,6 +137,81 @@ TABLES = (
 )  # fmt: skip
 
 
+class Checks:
+    """The block of what was checked and not timed: one line a run, whatever came out.
+
+    Attributes:
+        name, begin, end, not_yet: as a table's.
+    """
+
+    name = "checks"
+    begin = f"<!-- {name}: begin (scripts/readme_table.py) -->"
+    end = f"<!-- {name}: end -->"
+    not_yet = "*Not recorded yet.* `cglab bench parity --save` and its like on a GPU record it."
+
+    def text(self, folder: Path | None) -> str:
+        """The block from the records of a folder."""
+        found = {bench: recorded(bench, folder) for bench in CHECKED}
+        lines = [f"| {line} |" for bench, each in found.items() for line in _checked(bench, each.records)]
+        if not lines:
+            return self.not_yet
+        where = next(each.where for each in found.values() if each)
+        head = [
+            f"Checked on one {where}:",
+            "",
+            "| check | of what | done | held |",
+            "| --- | --- | --- | --- |",
+        ]
+        return "\n".join([*head, *lines])
+
+
+CHECKED = {
+    "parity": "random batches against three oracles",
+    "requests": "64 requests at concurrency 8, nine pairs of modes",
+    "recovery": "a fault at every recorded operation",
+    "notebooks": "notebooks under nbval",
+    "gpu-tests": "tests that need a GPU",
+}
+
+
+def _checked(bench: str, records: Sequence[Record]) -> list[str]:
+    """A line for each thing that was checked: what, how much was done, and whether it held."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        shown = {
+            "parity": f"{record.arm}, {record.dtype}",
+            "requests": f"{record.dtype}, prefix reuse {'on' if record.workload.get('prefix_reuse') else 'off'}",
+            "recovery": f"{record.arm} capture",
+        }.get(bench, str(record.model))
+        groups.setdefault(shown, []).append(record)
+    lines = []
+    for what, made in sorted(groups.items()):
+        total = {name: sum(_count(record, name) for record in made) for name in SUMMED}
+        done = {
+            "parity": f"{total['cases']:,} sequences, {total['steps']:,} steps, {total['captured']:,} replayed",
+            "requests": f"{total['steps']:,} steps, {total['captured']:,} replayed, "
+            f"{total['preemptions']:,} preemptions",
+            "recovery": f"{total['tried']:,} of {total['operations']:,} operations",
+        }.get(bench, f"{total['passed']:,} of {total['tests'] - total['skipped']:,}")
+        failed = sum(record.metrics.get("ok") is not True for record in made)
+        held = "yes" if not failed else f"**no**: {failed} of {len(made)} runs"
+        lines.append(f"{CHECKED[bench]} | {what} | {done} | {held}")
+    return lines
+
+
+SUMMED = (
+    "cases", "steps", "captured", "preemptions", "tried", "operations", "passed", "tests", "skipped",
+)  # fmt: skip
+
+
+def _count(record: Record, name: str) -> int:
+    value = record.metrics.get(name, 0)
+    return int(value) if isinstance(value, int | float) else 0
+
+
+BLOCKS: tuple[Table | Checks, ...] = (*TABLES, Checks())
+
+
 def _metric(arms: Arms, arm: str, name: str) -> Any:
     return arms[arm].metrics.get(name) if arm in arms else None
 
@@ -152,7 +231,7 @@ def _number(value: Any, over: Any = 1.0) -> str:
     return f"{value / over:.2f}" if known else "-"
 
 
-def rewritten(text: str, table: Table, block: str) -> str:
+def rewritten(text: str, table: Table | Checks, block: str) -> str:
     """The README with one block replaced.
 
     Raises:
@@ -175,8 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         text = wanted = options.readme.read_text(encoding="utf-8")
-        for table in TABLES:
-            wanted = rewritten(wanted, table, table.block(recorded(table.bench, options.folder)))
+        for block in BLOCKS:
+            wanted = rewritten(wanted, block, block.text(options.folder))
     except (CglabError, OSError, ValueError) as error:
         print(f"no table: {error}", file=sys.stderr)
         return 1

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cglab.engine.batches import Batch, DecodeBatch, PrefillBatch, SchedulerOptions
+from cglab.engine.cache import layout_of
 from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
-from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import GREEDY, Event, Generation, Request, Sampling, Timings
 from cglab.engine.scheduler import Scheduler
 from cglab.engine.segments import ForwardSegments
@@ -76,15 +76,10 @@ class Engine:
 
     def __init__(self, model: Decoder, kv: PagedKV, phases: Phases, options: SchedulerOptions) -> None:
         self.model, self.kv, self.phases = model, kv, phases
-        self.max_context = min(kv.page_table.shape[1] * kv.page_size, model.config.max_position)
-        layout = CacheLayout(
-            kv.full.keys.shape[1] // kv.page_size, kv.page_size, kv.page_table.shape[0], self.max_context,
-            window=kv.sliding.window if kv.sliding else None,
-            window_pages=kv.sliding.keys.shape[1] // kv.page_size if kv.sliding else 0,
-        )  # fmt: skip
-        self.scheduler = Scheduler(layout, options)
+        self.max_context = min(len(kv.context_positions), model.config.max_position)
+        self.scheduler = Scheduler(layout_of(kv, self.max_context), options)
         self.now: Callable[[], float] = time.perf_counter
-        self.segments = ForwardSegments(clock_for(kv.keys.device), now=self.now)
+        self.segments = ForwardSegments(clock_for(kv.device), now=self.now)
         self._weights = 0
         self._watchers: list[list[StepRecord]] = []
         self._ended: list[Event] = []

@@ -31,7 +31,7 @@ def step_inputs(chunks: Sequence[Chunk], names: Iterable[str], kv: PagedKV) -> d
     Returns:
         Tensors by name, int64 but for ``temperatures`` (float32).
     """
-    device, names = kv.page_table.device, list(names)
+    device, names = kv.device, list(names)
     columns = {name: _column(name, chunks, kv.page_size) for name in names if name != "temperatures"}
     packed = torch.from_numpy(np.concatenate(list(columns.values()))).to(device)  # one copy to the device
     inputs = dict(zip(columns, packed.split([len(column) for column in columns.values()]), strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cglab.engine.allocator import FreeList
 from cglab.engine.pages import ROOT, PageStore
@@ -53,6 +53,37 @@ class CacheLayout:
                 "must be at least 1; give larger ones"
             )
 
+    @classmethod
+    def for_requests(
+        cls,
+        count: int,
+        context: int,
+        page_size: int,
+        *,
+        budget: int,
+        window: int | None = None,
+        tokens: int | None = None,
+    ) -> CacheLayout:
+        """Sizes with which ``count`` requests of ``context`` tokens run at a time and none gives way.
+
+        Args:
+            count: requests.
+            context: longest request in tokens.
+            page_size: tokens of a page.
+            budget: most tokens of one step, all requests together.
+            window: tokens that a sliding-window layer sees; None without such layers.
+            tokens: room for so many of all requests together instead, so that some may give way.
+
+        Raises:
+            InputError: if there is no request, no context or no window.
+        """
+        # One page more each, since a request is let in only if all that run can grow.
+        pages = count * (-(-context // page_size) + 1) if tokens is None else -(-tokens // page_size)
+        full = cls(pages + 1, page_size, count + 1, context, window)
+        if window is None:
+            return full
+        return replace(full, window_pages=min(full._window_pool(count, budget), full.pages))
+
     @property
     def room(self) -> int:
         """Tokens of the longest request that can ever run."""
@@ -71,6 +102,18 @@ class CacheLayout:
         if self.window is None:
             return 0
         return min(self.pages_of(tokens), self.pages_of(self.window + chunk - 2) + 1)
+
+    def _window_pool(self, count: int, budget: int) -> int:
+        """Pages of the window pool, the reserved one included, with which ``count`` requests never wait for one.
+
+        The newest may compute a chunk of the whole budget, and is let in only if it leaves a page for each other.
+        The others share the budget of that step: beside its window each then holds a page that a chunk of a few
+        tokens began, and all together the pages that the budget fills.
+        """
+        newest, settled = (self.most_window_pages(self.room, chunk) for chunk in (budget, 1))
+        others = count - 1
+        held = min(others * newest, others * (settled + 1) + self.pages_of(budget))
+        return newest + held + others + 1
 
 
 class RequestMemory:

@@ -18,6 +18,7 @@ from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
 from cglab.engine.requests import Request
 from cglab.errors import InputError
 from cglab.models.spans import Span
+from cglab.runners.base import window_inputs
 from cglab.runners.decode import INPUTS as DECODE_INPUTS
 from cglab.runners.prefill import INPUTS as PREFILL_INPUTS
 
@@ -106,8 +107,8 @@ def steady_decode(engine: Engine, batch: int, context: int, *, seed: int = 0) ->
                     f"{batch} requests of {context} tokens do not fit into the cache together; "
                     "take fewer or shorter ones, or give it more pages"
                 )
-        chunks = _planned(engine)
-        yield DecodeStep(batch, context, step_inputs(chunks, DECODE_INPUTS, engine.kv))
+        names = DECODE_INPUTS + window_inputs(engine.kv)
+        yield DecodeStep(batch, context, step_inputs(_planned(engine), names, engine.kv))
     finally:
         engine.abandon(requests)
 
@@ -153,7 +154,8 @@ def steady_prefill(
                 f"{requests} requests of {shape[1]} tokens, {cached} of them cached, do not make one step "
                 f"({engine.scheduler.prefix_reuse_reason or 'the cache is too small'}); take fewer or shorter ones"
             )
-        yield PrefillStep(spans, step_inputs(chunks, PREFILL_INPUTS, engine.kv))
+        names = PREFILL_INPUTS + window_inputs(engine.kv)
+        yield PrefillStep(spans, step_inputs(chunks, names, engine.kv))
     finally:
         engine.abandon(waiting)
 

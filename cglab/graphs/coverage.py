@@ -18,6 +18,7 @@ class Reason(Enum):
 
     BACKEND_EAGER = "the eager backend was asked for"
     ABOVE_LARGEST = "the batch is above the largest bucket"
+    ABOVE_LIMIT = "the step is above the size up to which a capture pays"
     SIZE_NOT_CAPTURED = "padding is off and this exact size was not captured"
     WASTE_CEILING = "the next bucket would exceed the waste ceiling"
     EMPTY_BATCH = "the batch has no rows"

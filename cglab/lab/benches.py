@@ -6,7 +6,7 @@ beside them, and what was predicted from the eager trace before anything was cap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -104,29 +104,38 @@ def parity(
     return records
 
 
-def requests(device: torch.device, *, quick: bool = False, progress: Progress = silent) -> list[Record]:
-    """Requests at concurrency 8, in every mode of both phases, prefix reuse on and off, against the three oracles.
+def requests(
+    device: torch.device,
+    *,
+    quick: bool = False,
+    progress: Progress = silent,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    reuse: Sequence[bool] = (True, False),
+) -> Iterator[Record]:
+    """Requests at concurrency 8, in every mode of both phases, against the three oracles.
 
     Args:
         device: the recorder follows from it.
         quick: few requests in one mode.
         progress: called with a line for every mode.
+        dtypes: of weights and computation.
+        reuse: with a shared prefix computed once, and without.
+
+    Yields:
+        A record for each pair of modes.
     """
-    records, run = [], new_run()
+    run = new_run()
     options: dict[str, Any] = (
         {"load": replace(LOAD, count=8), "modes": [("full", "breakable")]} if quick else {}
     )
-    for dtype, reuse in product((torch.float32, torch.bfloat16), (True, False)):
-        for found in check_requests(device, prefix_reuse=reuse, dtype=dtype, progress=progress, **options):
-            records += [
-                make_record(
-                    bench="requests", arm=found.technique, device=device, run=run, model="pico-gqa",
-                    weights="trained", dtype=found.dtype, metrics=_flat(found),
-                    workload={**options.get("load", LOAD).as_dict(), "prefix_reuse": reuse},
-                    notes="; ".join(map(str, found.mismatches[:3])),
-                )
-            ]  # fmt: skip
-    return records
+    for dtype, reused in product(dtypes, reuse):
+        for found in check_requests(device, prefix_reuse=reused, dtype=dtype, progress=progress, **options):
+            yield make_record(
+                bench="requests", arm=found.technique, device=device, run=run, model="pico-gqa",
+                weights="trained", dtype=found.dtype, metrics=_flat(found),
+                workload={**options.get("load", LOAD).as_dict(), "prefix_reuse": reused},
+                notes="; ".join(map(str, found.mismatches[:3])),
+            )  # fmt: skip
 
 
 def _flat(found: TechniqueParity) -> dict[str, Any]:

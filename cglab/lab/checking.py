@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from cglab.lab.plants import planted
 from cglab.lab.prefill_cases import PrefillOracles
 from cglab.lab.techniques import technique
 from cglab.lab.verdicts import TechniqueParity
-from cglab.models.loading import load_model
+from cglab.models.loading import LoadedModel, find_model, load_model, random_model
 
 CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {"decode": DecodeOracles, "prefill": PrefillOracles}
 """How each available technique is checked; the suite fails for one that is missing here."""
+
+MODEL, WINDOW = "pico-gqa", 20
 
 
 def check_technique(
@@ -28,6 +31,7 @@ def check_technique(
     seed: int = 0,
     plant: str | None = None,
     dtype: torch.dtype = torch.float32,
+    windowed: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> TechniqueParity:
     """Runs random sequences of a technique against the three oracles.
@@ -39,6 +43,8 @@ def check_technique(
         seed: the same seed draws the same sequences.
         plant: a guard to take away, see ``plants.PLANTS``; the result must then not be ok.
         dtype: float32 judges all three oracles; a lower precision reports what oracle 2 finds without failing it.
+        windowed: the shipped model's shape with random weights, every second layer with a window that most sequences
+            outgrow, instead of the shipped model.
         progress: called with the number of finished cases.
 
     Raises:
@@ -48,12 +54,20 @@ def check_technique(
         raise ToggleError(f"cases must be at least 1, got {cases}")
     technique(name).check(technique(name).values[0])
     with planted(plant):
-        oracles = CASES[name](load_model("pico-gqa", device=device, dtype=dtype), device, seed)
+        oracles = CASES[name](_model(windowed, device, dtype), device, seed)
         try:
             for number in range(cases):
                 oracles.case(number)
                 if progress is not None:
                     progress(number + 1)
-            return oracles.judge()
+            return replace(oracles.judge(), model=f"{MODEL} with windows" if windowed else MODEL)
         finally:
             oracles.close()
+
+
+def _model(windowed: bool, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    if not windowed:
+        return load_model(MODEL, device=device, dtype=dtype)
+    shape = find_model(MODEL).config
+    config = replace(shape, sliding_window=WINDOW, window_layers=tuple(range(0, shape.num_layers, 2)))
+    return LoadedModel(random_model(config, device=device, dtype=dtype), config, None, "random")

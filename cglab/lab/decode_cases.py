@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from cglab.engine.batches import DecodeBatch
 from cglab.engine.inputs import step_inputs, write_page_tables
-from cglab.engine.memory import CacheLayout, RequestMemory
 from cglab.engine.requests import Request
 from cglab.graphs.options import Options
-from cglab.lab.oracles import Outcome, Step, StepOracles
-from cglab.models.kv import PagedKV
-from cglab.models.loading import LoadedModel
+from cglab.lab.oracles import MAX_CONTEXT, Outcome, Step, StepOracles
 from cglab.runners.decode import DecodeRunner
 
 BUCKETS = (1, 2, 4, 8)
 LARGEST_BATCH = 10  # above the largest bucket, so that eager steps are among the cases
-MAX_CONTEXT = 96
 STEPS = (2, 5)
 
 
@@ -27,22 +21,9 @@ class DecodeOracles(StepOracles[DecodeRunner]):
     """The decode runner, full and breakable, padded and exact."""
 
     technique = "decode"
+    requests = LARGEST_BATCH
     heights = (*BUCKETS[1:], 2 * BUCKETS[-1])
     filler: ClassVar[Mapping[str, int]] = {"seq_lens": 1}
-
-    def __init__(self, loaded: LoadedModel, device: torch.device, seed: int) -> None:
-        kv = PagedKV(
-            loaded.config, pages=LARGEST_BATCH * MAX_CONTEXT // 16 + 1, rows=LARGEST_BATCH + 1,
-            max_context=MAX_CONTEXT, device=device, dtype=loaded.model.embedding.weight.dtype,
-        )  # fmt: skip
-        generator = torch.Generator(device).manual_seed(seed)
-        for cache in (kv.keys, kv.values):
-            cache.normal_(generator=generator)
-        layout = CacheLayout(
-            kv.full.keys.shape[1] // kv.page_size, kv.page_size, LARGEST_BATCH + 1, MAX_CONTEXT
-        )
-        self.memory = RequestMemory(layout, MAX_CONTEXT, prefix_reuse=False)
-        super().__init__(loaded, kv, device, seed)
 
     def make_runners(self) -> dict[tuple[str, bool], DecodeRunner]:
         """Full and breakable, padded and exact."""
@@ -82,7 +63,8 @@ class DecodeOracles(StepOracles[DecodeRunner]):
             prompt = self.random.integers(0, vocabulary, length).tolist()
             request = Request(len(requests), prompt, STEPS[1] + 1)
             self.memory.admit(request, spare=0)
-            request.computed = length
+            self.memory.grow(request, length)
+            self.memory.advance(request, length)
             request.output.append(int(self.random.integers(vocabulary)))
             self.memory.grow(request, request.length)
             requests.append(request)

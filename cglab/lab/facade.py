@@ -11,16 +11,18 @@ from typing import Any, Self
 import torch
 
 from cglab.engine.batches import SchedulerOptions
+from cglab.engine.cache import paged_kv
 from cglab.engine.engine import Engine
 from cglab.engine.load import Load
+from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Event, Generation, Request, Sampling
 from cglab.engine.workload import Step
-from cglab.errors import ClosedError, InputError
+from cglab.errors import ClosedError
 from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
-from cglab.lab import steps as held
+from cglab.lab import steps
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.load_run import LoadRun, run_load
 from cglab.lab.phases import LabPhases, prefill_sizes
@@ -32,11 +34,8 @@ from cglab.measure.ab import interleave
 from cglab.measure.memory import Memory, memory_now
 from cglab.measure.parity import Parity
 from cglab.measure.profiling import profile
-from cglab.models.kv import PagedKV
-from cglab.models.loading import load_model
+from cglab.models.loading import ModelSource, load_model
 from cglab.runners.base import GraphGroup, Runner
-
-PAGE_SIZE = 16
 
 
 class Lab:
@@ -53,12 +52,11 @@ class Lab:
     def __init__(
         self,
         name: str | Path,
+        source: ModelSource,
+        layout: CacheLayout,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        max_batch: int,
-        max_context: int | None,
-        cache_tokens: int | None,
         buckets: Sequence[int] | None,
         prefill_buckets: Sequence[int] | None,
         scheduling: SchedulerOptions,
@@ -66,9 +64,8 @@ class Lab:
         seed: int,
         debug: bool,
     ) -> None:
-        if not isinstance(max_batch, int) or max_batch < 1:
-            raise InputError(f"max_batch must be a whole number of at least 1, got {max_batch!r}")
-        self.buckets = bucket_list(max_batch, sglang_decode if padding else exact_sizes, explicit=buckets)
+        sizes = sglang_decode if padding else exact_sizes
+        self.buckets = bucket_list(layout.rows - 1, sizes, explicit=buckets)
         self.prefill_buckets = prefill_sizes(scheduling.token_budget, prefill_buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
         self.captures = Captures()
@@ -76,28 +73,25 @@ class Lab:
         self.group = GraphGroup(device)
         self._before = self._memory()
         self.model, self.config, self.tokenizer, self.weights = load_model(
-            name, device=device, dtype=dtype, seed=seed
+            source, device=device, dtype=dtype, seed=seed
         )
-        context = min(max_context or (512 if device.type == "cpu" else 1024), self.config.max_position)
-        pages = max_batch * (
-            -(-context // PAGE_SIZE) + 1
-        )  # one more each: one is let in only if all can grow
-        pages = pages if cache_tokens is None else -(-cache_tokens // PAGE_SIZE)
-        kv = PagedKV(
-            self.config, pages=pages + 1, page_size=PAGE_SIZE, rows=max_batch + 1,
-            max_context=context, device=device, dtype=dtype,
-        )  # fmt: skip
+        kv = paged_kv(layout, self.config, device=device, dtype=dtype)
         self.phases = LabPhases(
             self.model, kv, self.group, self.captures, buckets=self.buckets,
             prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
         )  # fmt: skip
         self.engine = Engine(self.model, kv, self.phases, scheduling)
-        self.sizes = held.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
+        self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
     @property
     def max_context(self) -> int:
         """Longest request, prompt and new tokens, in tokens."""
         return self.engine.max_context
+
+    @property
+    def prefix_reuse_reason(self) -> str | None:
+        """Why tokens that an earlier request computed are computed again; None if they are not."""
+        return self.engine.scheduler.prefix_reuse_reason
 
     def runner(self, mode: str | None = None, name: str = "decode") -> Runner[Any]:
         """The runner of a technique and mode (the toggle's own by default), captured on first use."""
@@ -188,11 +182,11 @@ class Lab:
         self._require_open()
         checked = check_arms(name, arms)
         runners = {arm: self.runner(arm, name) for arm in checked}
-        with held.fixed_step(self.engine, name, sizes, self.sizes) as step:
+        with steps.fixed_step(self.engine, name, sizes, self.sizes) as step:
             before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
-            parity = {arm: held.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
+            parity = {arm: steps.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
             times = interleave(
-                {arm: held.timed(runner, step, self.device) for arm, runner in runners.items()},
+                {arm: steps.timed(runner, step, self.device) for arm, runner in runners.items()},
                 instances=instances,
                 repeats=repeats,
             )
@@ -205,11 +199,11 @@ class Lab:
 
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
-        return {**held.describe(step, self.runner("eager", name)), "cache": self.max_context}
+        return {**steps.describe(step, self.runner("eager", name)), "cache": self.max_context}
 
     def step_parity(self, mode: str, step: Step, name: str = "decode") -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1)."""
-        return held.step_parity(self.runner(mode, name), step)
+        return steps.step_parity(self.runner(mode, name), step)
 
     def sweep(
         self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
@@ -219,7 +213,7 @@ class Lab:
 
         Without sizes: every bucket of decode; of prefill the largest step, a quarter of it, and so on.
         """
-        size, swept = held.size_name(name), sizes or self.sizes.swept(name, options.get("requests", 1))
+        size, swept = steps.size_name(name), sizes or self.sizes.swept(name, options.get("requests", 1))
         return Sweep(tuple(self.compare(name, arms, **{size: each, **options}) for each in swept))
 
     def profile(
@@ -227,7 +221,7 @@ class Lab:
         name: str = "decode",
         arms: Sequence[str] = ("eager", "full"),
         *,
-        steps: int = 3,
+        repeats: int = 3,
         save: str | Path | None = None,
         **sizes: int | None,
     ) -> Profile:
@@ -236,18 +230,18 @@ class Lab:
         Args:
             name: the toggle.
             arms: its values.
-            steps: traced steps of each arm.
+            repeats: traced steps of each arm.
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
             **sizes: of the step, as in ``compare``.
         """
         self._require_open()
         checked, traces = check_arms(name, arms), {}
-        with held.fixed_step(self.engine, name, sizes, self.sizes) as step:
+        with steps.fixed_step(self.engine, name, sizes, self.sizes) as step:
             for arm in checked:
                 runner = self.runner(arm, name)
                 run = partial(runner.run, step.live, **step.inputs)
                 kept = save and trace_path(save, name, arm)
-                traces[arm] = profile(run, steps=steps, device=self.device, save=kept)
+                traces[arm] = profile(run, steps=repeats, device=self.device, save=kept)
             made = Profile(name, self.name, self.describe(step, name), traces)
         if save is not None:
             save_profile(made, save, self.device)
@@ -295,6 +289,8 @@ class Lab:
         self.close()
 
     def __repr__(self) -> str:
-        buckets = f"buckets {self.buckets[0]} to {self.buckets[-1]}"
-        state = "closed" if self._closed else f"{self.captures}, {buckets}"
+        state = f"{self.captures}, buckets {self.buckets[0]} to {self.buckets[-1]}"
+        if not self._closed and self.prefix_reuse_reason:
+            state += f"; no prefix reuse: {self.prefix_reuse_reason}"
+        state = "closed" if self._closed else state
         return f"Lab({self.name}, {self.weights} weights, {self.device}, {self.dtype}; {state})"

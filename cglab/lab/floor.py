@@ -14,7 +14,7 @@ def bytes_read(model: Decoder, config: ModelConfig, step: DecodeStep) -> int:
     """Bytes that one step cannot avoid reading.
 
     Every weight once, but an untied embedding, of which only the live rows are gathered (a tied one is the head, so
-    it counts whole); and the live KV of every layer.
+    it counts whole); and the live KV of every layer, of one with a window no more than the window.
     """
     weights = {
         parameter.data_ptr(): parameter.numel() * parameter.element_size() for parameter in model.parameters()
@@ -23,8 +23,11 @@ def bytes_read(model: Decoder, config: ModelConfig, step: DecodeStep) -> int:
         table = model.embedding.weight
         weights[table.data_ptr()] = step.live * config.hidden_size * table.element_size()
     element = next(model.parameters()).element_size()
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * element * step.live * step.context
-    return sum(weights.values()) + cache
+    windows = len(config.window_layers)
+    seen = (config.num_layers - windows) * step.context
+    if config.sliding_window is not None:
+        seen += windows * min(step.context, config.sliding_window)
+    return sum(weights.values()) + 2 * config.num_kv_heads * config.head_dim * element * step.live * seen
 
 
 def read_bandwidth(device: torch.device, gigabytes: float = 4.0) -> float:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from cglab import settings
 from cglab.engine.batches import SchedulerOptions
+from cglab.engine.memory import CacheLayout
 from cglab.errors import InputError, ModelError
 from cglab.lab.facade import Lab
+from cglab.models.loading import find_model
+
+PAGE_SIZE: Final = 16
+CPU_SIZES: Final = {"max_batch": 8, "max_context": 512, "token_budget": 256}
+GPU_SIZES: Final = {"max_batch": 64, "max_context": 1024, "token_budget": 8192}
 
 
 def open_lab(
@@ -54,7 +61,7 @@ def open_lab(
     Raises:
         ModelError: if there is no such model, or it is damaged.
         DeviceError: if the device is not there.
-        InputError: for a dtype that weights cannot have, or no room for a request.
+        InputError: for a dtype that weights cannot have, or a size that makes no sense: before a weight is loaded.
     """
     if name is not None and not isinstance(name, str | Path):
         raise ModelError(f"a model is named by a string or a path, not by {name!r}")
@@ -63,11 +70,22 @@ def open_lab(
         dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InputError(f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
-    budget = token_budget if token_budget is not None else (256 if where.type == "cpu" else 8192)
+    given = {
+        "max_batch": max_batch, "max_context": max_context, "token_budget": token_budget, "cache_tokens": cache_tokens,
+    }  # fmt: skip
+    for what, size in given.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise InputError(f"{what} must be a whole number of at least 1, got {size!r}")
+    defaults = CPU_SIZES if where.type == "cpu" else GPU_SIZES
+    sizes = {what: given[what] or default for what, default in defaults.items()}
+    name = name or settings.read_settings().model
+    source = find_model(name)
+    layout = CacheLayout.for_requests(
+        sizes["max_batch"], min(sizes["max_context"], source.config.max_position), PAGE_SIZE, tokens=cache_tokens,
+        budget=sizes["token_budget"], window=source.config.sliding_window,
+    )  # fmt: skip
     return Lab(
-        name or settings.read_settings().model, device=where, dtype=dtype,
-        max_batch=max_batch if max_batch is not None else (8 if where.type == "cpu" else 64),
-        max_context=max_context, cache_tokens=cache_tokens, buckets=buckets, prefill_buckets=prefill_buckets,
-        scheduling=SchedulerOptions(budget, prefix_reuse=prefix_reuse, mixed=mixed),
+        name, source, layout, device=where, dtype=dtype, buckets=buckets, prefill_buckets=prefill_buckets,
+        scheduling=SchedulerOptions(sizes["token_budget"], prefix_reuse=prefix_reuse, mixed=mixed),
         padding=padding, seed=seed, debug=debug,
     )  # fmt: skip

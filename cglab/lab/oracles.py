@@ -1,8 +1,8 @@
 """Parity of a technique: random sequences of steps against three oracles.
 
 1. *Padded eager*: the same step at the padded size, eager: bitwise, every output and every KV slot.
-2. *Live eager*: the step at its live size, float32: within the drift that eager itself shows between two heights
-   on the same rows, tokens equal but for near-ties.
+2. *Live eager*: the step at its live size, float32: within the drift that eager itself shows on the same rows
+   between two heights and between two orders of attention's sums, tokens equal but for near-ties.
 3. *Poison*: reserved memory full of NaN, static buffers full of hostile values before the load: live rows, live KV
    and the inputs stay bitwise unchanged.
 
@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cglab.engine.cache import paged_kv
+from cglab.engine.memory import CacheLayout, RequestMemory
 from cglab.graphs.out_forms import same_bits
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.drift import Drift
@@ -29,8 +32,15 @@ from cglab.models.loading import LoadedModel
 from cglab.runners.base import GraphGroup, Runner
 
 Outcome = dict[str, Tensor]
-"""Named results of one step: ``tokens``, ``logits``, what else the phase hands out, ``keys`` and ``values``."""
+"""Named results of one step: ``tokens``, ``logits``, what else the phase hands out, keys and values of every pool."""
+State = Mapping[str, Tensor]
+"""Keys and values of every pool, by their names in ``PagedKV.caches``."""
 R = TypeVar("R", bound=Runner[Any])
+PAGE_SIZE = 16
+MAX_CONTEXT = 96
+TIE_SHARE = 0.01
+ALL_HEIGHTS = 40
+"""In so many first steps rounding is measured at every height, so that a few cases have a bound too."""
 
 
 @dataclass(frozen=True)
@@ -51,25 +61,38 @@ class Step:
 class StepOracles(ABC, Generic[R]):
     """Checks the runners of one technique, step by step.
 
-    Subclasses say at which ``heights`` rounding is measured, and with what a slot's spare rows are filled there
-    where that is not 0 (``filler``).
+    Subclasses say how many ``requests`` there are at most, at which ``heights`` rounding is measured, and with what
+    a slot's spare rows are filled there where that is not 0 (``filler``).
 
     Args:
         loaded: a model with small layers.
-        kv: its cache, filled; what it holds now is the state that every case starts from.
         device: where it runs.
         seed: of the sequences.
+
+    Attributes:
+        kv: a cache full of noise, the state that every case starts from.
+        memory: who holds which of its rows and pages.
     """
 
     technique: ClassVar[str]
+    requests: ClassVar[int]
     heights: ClassVar[Sequence[int]]
     filler: ClassVar[Mapping[str, int]] = {}
 
-    def __init__(self, loaded: LoadedModel, kv: PagedKV, device: torch.device, seed: int) -> None:
+    def __init__(self, loaded: LoadedModel, device: torch.device, seed: int) -> None:
         dtype = loaded.model.embedding.weight.dtype
         self.exact = dtype == torch.float32
-        self.loaded, self.kv, self.device = loaded, kv, device
-        self._clean = (kv.keys.clone(), kv.values.clone())
+        self.loaded, self.device = loaded, device
+        layout = CacheLayout.for_requests(
+            self.requests, MAX_CONTEXT, PAGE_SIZE, budget=MAX_CONTEXT, window=loaded.config.sliding_window
+        )
+        self.memory = RequestMemory(layout, MAX_CONTEXT, prefix_reuse=False)
+        self.kv = paged_kv(layout, loaded.config, device=device, dtype=dtype)
+        generator = torch.Generator(device).manual_seed(seed)
+        for cache in self.kv.caches().values():
+            cache.normal_(generator=generator)
+        self._kinds = {"logits": "logits", "hidden": "hidden"} | dict.fromkeys(self.kv.caches(), "kv")
+        self._clean = self._state()
         self.random = np.random.default_rng(seed)
         self._heights = np.random.default_rng(
             seed + 1
@@ -103,16 +126,21 @@ class StepOracles(ABC, Generic[R]):
         self.restore()
         self.result.cases += 1
 
-    def restore(self, state: tuple[Tensor, Tensor] | None = None) -> None:
+    def restore(self, state: State | None = None) -> None:
         """Brings the cache back to ``state``, or to what it held at first."""
-        keys, values = state or self._clean
-        self.kv.keys.copy_(keys)
-        self.kv.values.copy_(values)
+        for name, cache in self.kv.caches().items():
+            cache.copy_((state or self._clean)[name])
+
+    def _state(self) -> State:
+        return {name: cache.clone() for name, cache in self.kv.caches().items()}
+
+    def _beside_padding(self) -> dict[str, Tensor]:
+        """Keys and values but for the reserved page."""
+        return {name: cache[:, self.kv.page_size :] for name, cache in self.kv.caches().items()}
 
     def _outcome(self, runner: R, output: Any, step: Step) -> Outcome:
-        page = self.kv.page_size
-        found = {name: value.clone() for name, value in self.results(runner, output, step).items()}
-        return found | {"keys": self.kv.keys[:, page:].clone(), "values": self.kv.values[:, page:].clone()}
+        found = self.results(runner, output, step) | self._beside_padding()
+        return {name: value.clone() for name, value in found.items()}
 
     def check(self, runner: R, step: Step, where: dict[str, Any]) -> list[int]:
         """One step against all three oracles; the cache holds the step's own KV afterwards.
@@ -120,8 +148,7 @@ class StepOracles(ABC, Generic[R]):
         Returns:
             The tokens that the runner gave.
         """
-        state = self.kv.keys.clone(), self.kv.values.clone()
-        before = runner.coverage().captured
+        state, before = self._state(), runner.coverage().captured
         output = runner.run(step.live, **step.inputs)
         replayed = runner.coverage().captured > before
         self.result.steps += 1
@@ -148,12 +175,12 @@ class StepOracles(ABC, Generic[R]):
             self._rounding(runner, step, want, state)
         self._near(got, want, where)
         self.restore(state)
-        self.kv.keys[:, self.kv.page_size :].copy_(got["keys"])
-        self.kv.values[:, self.kv.page_size :].copy_(got["values"])
+        for name, cache in self._beside_padding().items():
+            cache.copy_(got[name])
         return got["tokens"].tolist()
 
     @contextmanager
-    def _from(self, state: tuple[Tensor, Tensor]) -> Iterator[None]:
+    def _from(self, state: State) -> Iterator[None]:
         self.restore(state)
         yield
 
@@ -171,13 +198,14 @@ class StepOracles(ABC, Generic[R]):
             if name in step.inputs and not torch.equal(view, step.inputs[name]):
                 self.result.fault(3, where, f"static input {name} does not hold the live values")
 
-    def _rounding(self, runner: R, step: Step, want: Outcome, state: tuple[Tensor, Tensor]) -> None:
-        """What another height does to the same rows; the live rows go first, padding after them."""
+    def _rounding(self, runner: R, step: Step, want: Outcome, state: State) -> None:
+        """What another height does to the same rows, live ones first, and what attention spelt out does (MATH)."""
         heights = [height for height in self.heights if height > step.rows]
         if self.result.steps > ALL_HEIGHTS:
             heights = [int(self._heights.choice(heights))]
-        for height in heights:
-            with self._from(state):
+        ways: list[tuple[int, AbstractContextManager[None]]] = [(height, nullcontext()) for height in heights]
+        for height, way in [*ways, (step.rows, sdpa_kernel(SDPBackend.MATH))]:
+            with self._from(state), way:
                 taller = runner.run_live_eager(step.live, **self._padded(step, height))
                 head = (
                     tuple(t[: step.rows] for t in taller)
@@ -185,7 +213,7 @@ class StepOracles(ABC, Generic[R]):
                     else taller[: step.rows]
                 )
                 other = self._outcome(runner, head, step)
-            for name, kind in _KINDS.items():
+            for name, kind in self._kinds.items():
                 if name in want:
                     self.drift.allow(kind, other[name], want[name])
 
@@ -198,7 +226,7 @@ class StepOracles(ABC, Generic[R]):
         }
 
     def _near(self, got: Outcome, want: Outcome, where: dict[str, Any]) -> None:
-        for name, kind in _KINDS.items():
+        for name, kind in self._kinds.items():
             if name in want:
                 self.drift.judge(kind, got[name], want[name], where)
         parted = got["tokens"] != want["tokens"]
@@ -247,11 +275,10 @@ def poison(runner: Runner[Any], kv: PagedKV, live: Any, inputs: Mapping[str, Ten
     """
     rows = inputs.get("request_rows")
     row = live[0].row if rows is None else int(rows[0])
-    for pool in kv.pools:
-        for cache in (pool.keys, pool.values):
-            cache[:, : kv.page_size] = float("nan")
+    for cache in kv.caches().values():
+        cache[:, : kv.page_size] = float("nan")
     kept = [pool.page_table[0].clone() for pool in kv.pools]
-    context = kv.page_table.shape[1] * kv.page_size
+    context = len(kv.context_positions)
     hostile = {"positions": context - 1, "seq_lens": context, "request_rows": row}
     hostile |= {
         name: int(value[0]) // kv.page_size * kv.page_size
@@ -270,9 +297,3 @@ def poison(runner: Runner[Any], kv: PagedKV, live: Any, inputs: Mapping[str, Ten
     finally:
         for pool, table in zip(kv.pools, kept, strict=True):
             pool.page_table[0] = table
-
-
-TIE_SHARE = 0.01
-ALL_HEIGHTS = 40
-"""In so many first steps rounding is measured at every height, so that a few cases have a bound too."""
-_KINDS = {"logits": "logits", "hidden": "hidden", "keys": "kv", "values": "kv"}

@@ -17,10 +17,11 @@ from cglab.runners.base import GraphGroup, Runner
 from cglab.runners.decode import DecodeRunner
 from cglab.runners.prefill import PrefillRunner
 
-PREFILL_LIMIT = 8192
-"""Tokens up to which prefill steps are captured by default: S2's cap, and the largest size that has been measured.
+PREFILL_LIMIT = 1024
+"""Tokens up to which prefill steps are captured by default: beyond it a graph wins nothing, and padding costs.
 
-The crossover record of ``cglab bench ttft`` (arm ``breakable``, metric ``limit``) is what this has to follow.
+It is the crossover of one request at a time, ``qwen3-8b`` on an H200: the record of ``cglab bench ttft`` (arm
+``breakable``, metric ``limit``). A smaller model wins further up; ``prefill_buckets`` says so for a lab.
 """
 
 

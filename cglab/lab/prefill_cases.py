@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from cglab.engine.batches import Chunk
 from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
-from cglab.engine.memory import CacheLayout, RequestMemory
 from cglab.engine.requests import Request
 from cglab.graphs.options import Options
-from cglab.lab.oracles import Outcome, Step, StepOracles
-from cglab.models.kv import PagedKV
-from cglab.models.loading import LoadedModel
+from cglab.lab.oracles import MAX_CONTEXT, Outcome, Step, StepOracles
 from cglab.runners.prefill import PrefillRunner
 
 BUCKETS = (4, 8, 16, 32)
 LARGEST = 40  # tokens; above the largest bucket, so that eager steps are among the cases
 MOST_REQUESTS = 5
-MAX_CONTEXT = 96
 STEPS = (2, 4)
 
 
@@ -27,19 +21,8 @@ class PrefillOracles(StepOracles[PrefillRunner]):
     """The prefill runner, breakable and full, padded and exact."""
 
     technique = "prefill"
+    requests = MOST_REQUESTS
     heights = (*BUCKETS[1:], 2 * BUCKETS[-1])
-
-    def __init__(self, loaded: LoadedModel, device: torch.device, seed: int) -> None:
-        kv = PagedKV(
-            loaded.config, pages=MOST_REQUESTS * MAX_CONTEXT // 16 + 1, rows=MOST_REQUESTS + 1,
-            max_context=MAX_CONTEXT, device=device, dtype=loaded.model.embedding.weight.dtype,
-        )  # fmt: skip
-        generator = torch.Generator(device).manual_seed(seed)
-        for cache in (kv.keys, kv.values):
-            cache.normal_(generator=generator)
-        layout = CacheLayout(kv.keys.shape[1] // kv.page_size, kv.page_size, MOST_REQUESTS + 1, MAX_CONTEXT)
-        self.memory = RequestMemory(layout, MAX_CONTEXT, prefix_reuse=False)
-        super().__init__(loaded, kv, device, seed)
 
     def make_runners(self) -> dict[tuple[str, bool], PrefillRunner]:
         """Breakable and full, padded and exact."""
@@ -81,7 +64,9 @@ class PrefillOracles(StepOracles[PrefillRunner]):
             request = Request(index, prompt, 1)
             self.memory.admit(request, spare=0)
             # Some find tokens of theirs in the cache: whatever it holds there is what they were.
-            self.memory.advance(request, int(draw(MAX_CONTEXT // 2)) if draw(2) else 0)
+            cached = int(draw(MAX_CONTEXT // 2)) if draw(2) else 0
+            self.memory.grow(request, cached)
+            self.memory.advance(request, cached)
             requests.append(request)
         chunks = []
         for request in self.random.permutation(len(requests)).tolist():
@@ -89,6 +74,7 @@ class PrefillOracles(StepOracles[PrefillRunner]):
             last = request == len(requests) - 1
             length = room if last or draw(4) == 0 else int(draw(0, room + 1))
             if length:
+                self.memory.grow(requests[request], requests[request].computed + length)
                 chunks.append(Chunk(requests[request], requests[request].computed, length, last=False))
                 left -= length
         return chunks or self._chunks(requests, runner)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Records of one bench on CUDA devices: of each model and workload the newest run, with all its arms.
+    """Records of one bench on CUDA devices: of each model, dtype and workload the newest run, with all its arms.
 
     Attributes:
         bench: such as ``decode``.
@@ -74,11 +74,11 @@ class Recorded:
 
 
 def newest(bench: str, records: Iterable[Record]) -> Recorded:
-    """The newest run of each model and workload on a CUDA device."""
-    groups: dict[tuple[str | None, str], list[Record]] = {}
+    """The newest run of each model, dtype and workload on a CUDA device."""
+    groups: dict[tuple[str | None, str | None, str], list[Record]] = {}
     for record in records:
         if record.bench == bench and record.shows_graph_times:
-            groups.setdefault((record.model, _key(record)), []).append(record)
+            groups.setdefault((record.model, record.dtype, _key(record)), []).append(record)
     kept = [r for group in groups.values() for r in group if r.run == group[-1].run]
     return Recorded(bench, tuple(sorted(kept, key=lambda record: record.created)))
 

@@ -12,7 +12,7 @@ The cache is small, so that requests give way to each other and are computed aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -271,7 +271,7 @@ def check_requests(
     mixed: bool = False,
     dtype: torch.dtype = torch.float32,
     progress: Callable[[str], None] = lambda _: None,
-) -> list[TechniqueParity]:
+) -> Iterator[TechniqueParity]:
     """Runs one load in several modes against the three oracles.
 
     Args:
@@ -283,17 +283,15 @@ def check_requests(
         dtype: float32 judges all three oracles; a lower precision reports what oracle 2 finds without failing it.
         progress: called with each pair of modes.
 
-    Returns:
+    Yields:
         One verdict for each pair of modes.
     """
     loaded = load_model("pico-gqa", device=device, dtype=dtype)
     oracles = RequestOracles(loaded, device, load, prefix_reuse=prefix_reuse, mixed=mixed)
     try:
         oracles.alone()
-        found = []
         for decode, prefill in modes:
             progress(f"decode={decode}, prefill={prefill}")
-            found.append(oracles.check(decode, prefill))
-        return found
+            yield oracles.check(decode, prefill)
     finally:
         oracles.close()

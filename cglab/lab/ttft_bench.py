@@ -17,6 +17,7 @@ import torch
 
 from cglab.engine.load import Load
 from cglab.errors import InputError
+from cglab.graphs.buckets import sglang_prefill
 from cglab.lab.facade import Lab
 from cglab.lab.load_run import LoadRun
 from cglab.lab.opening import open_lab
@@ -59,7 +60,7 @@ def ttft(
         progress(f"{name}: open")
         with open_lab(
             name, device=device, max_batch=max(point.concurrency for point in points), max_context=context,
-            token_budget=None if large else 64,
+            token_budget=None if large else 64, prefill_buckets=sglang_prefill(8192 if large else 64),
         ) as lab:  # fmt: skip
             probes = probe_steps(lab, points, progress)
             whole = f"{len(points)} points, about {INSTANCES * estimate(lab, points, probes):.0f} s in all"
@@ -111,7 +112,7 @@ def _measure(
             samples=_samples(runs[arm]),
             workload={
                 **asdict(point), "requests": load.count, "decode": "full", "payload": payload,
-                "step": dict(probe.workload), "buckets": "SGLang's list, captured on first use",
+                "step": dict(probe.workload), "buckets": "SGLang's list to the token budget, captured on first use",
                 "max_requests": lab.phases.prefill("full").max_requests,
                 "max_cached": lab.phases.prefill("full").max_cached,
             },
@@ -147,20 +148,22 @@ def _figures(runs: Mapping[str, Sequence[LoadRun]], arm: str) -> dict[str, Any]:
 
 
 def _gap(runs: Mapping[str, Sequence[LoadRun]], arm: str, probe: Probe) -> dict[str, Any]:
-    """Per step of the load: what the eager trace predicts that a graph wins, and what this arm won."""
+    """Per step of the load: what the eager trace predicts that a graph wins, and what this arm won.
+
+    The wall time is that of the load itself: between requests the host is colder than in a loop over one step.
+    """
     busy = probe.trace.busy_us()
     if busy is None:  # no device records: there is no such time
         return {}
-    wall, busy = probe.eager_seconds * 1e6, busy / probe.trace.steps
+    wall, own = (
+        median(each.result.seconds / each.result.steps for each in runs[a]) * 1e6 for a in ("eager", arm)
+    )
+    busy = busy / probe.trace.steps
     metrics: dict[str, Any] = {
         "eager_step_ms": wall / 1e3, "eager_busy_ms": busy / 1e3, "gap_share": max(wall - busy, 0.0) / wall,
         "eager_launches": probe.trace.launches / probe.trace.steps,
     }  # fmt: skip
-    if arm != "eager":
-        steps = runs[arm][0].result.steps
-        eager, captured = (median(each.result.seconds for each in runs[a]) / steps for a in ("eager", arm))
-        metrics |= won_metrics(probe.trace, wall, wall - (eager - captured) * 1e6)
-    return metrics
+    return metrics if arm == "eager" else metrics | won_metrics(probe.trace, wall, own)
 
 
 def _samples(runs: Sequence[LoadRun]) -> dict[str, list[float]]:

@@ -70,7 +70,10 @@ def grid(sizes: Sequence[tuple[int, int]], concurrencies: Sequence[int]) -> list
     return sorted(points, key=lambda point: (-point.tokens * point.concurrency, point.cached))
 
 
-FULL_GRID = grid(((128, 0), (512, 0), (2048, 0), (8192, 0), (1024, 8192)), (1, 4, 16))
+FULL_GRID = [
+    *grid(((128, 0), (512, 0), (2048, 0), (8192, 0), (1024, 8192)), (1, 4, 16)),
+    *grid(((256, 0), (768, 0), (1024, 0), (1536, 0)), (1,)),  # where the crossover lies
+]
 QUICK_GRID = grid(((16, 0), (48, 0), (16, 32)), (1, 3))
 
 

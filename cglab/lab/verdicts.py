@@ -12,6 +12,7 @@ class TechniqueParity:
 
     Attributes:
         technique: the toggle.
+        model: what ran.
         cases: sequences that ran.
         bitwise: oracles 1 and 3 held in every step.
         tokens_equal: oracle 2 held in every step.
@@ -43,6 +44,7 @@ class TechniqueParity:
     capturable: bool = True
     dtype: str = ""
     recorder: str = ""
+    model: str = "pico-gqa"
 
     KEPT = 20
 
@@ -69,7 +71,7 @@ class TechniqueParity:
         padded = "bitwise" if self.bitwise else "DIFFER"
         live = "equal" if self.tokens_equal else "DIFFERS"
         first = (
-            f"{self.technique} on pico-gqa ({self.recorder}, {self.dtype}): {verdict}; {self.cases} sequences, "
+            f"{self.technique} on {self.model} ({self.recorder}, {self.dtype}): {verdict}; {self.cases} sequences, "
             f"{self.steps} steps, {self.captured} captured; padded eager and poison {padded}; live eager {live} "
             f"(drift {self.max_drift:.2g} of {self.bound:.2g}, {self.ties} near-ties, {self.differing} other tokens)"
         )

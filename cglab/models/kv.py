@@ -141,6 +141,7 @@ class PagedKV:
         full: the pool of the layers that see everything before them; a model may have none of these.
         sliding: the pool of the sliding-window layers; None for a model without any.
         context_positions: [max_pages * page_size] int64, 0, 1, 2, ..., of both pools.
+        device: where all of it lives.
         page_size: tokens of a page, of both pools.
         group: query heads that read the same key and value head.
     """
@@ -190,6 +191,7 @@ class PagedKV:
             )
         self.page_size, self.group = page_size, config.group
         self.context_positions = torch.arange(math.ceil(max_context / page_size) * page_size, device=device)
+        self.device = self.context_positions.device
         full = [layer for layer in range(config.num_layers) if layer not in config.window_layers]
         make = partial(LayerPool, config, self.context_positions, page_size=page_size, rows=rows, dtype=dtype)
         self.full: LayerPool = make(layers=full, pages=pages)
@@ -210,6 +212,10 @@ class PagedKV:
     def by_pool(self, out_slots: Tensor, window_out_slots: Tensor | None) -> dict[LayerPool, Tensor]:
         """Where a step's keys and values go, for each pool.
 
+        Args:
+            out_slots: [tokens] int64, slots of the full pool.
+            window_out_slots: [tokens] int64, slots of the window pool, if there is one.
+
         Raises:
             InputError: if slots are missing for a pool, or given for none.
         """
@@ -221,26 +227,18 @@ class PagedKV:
             )
         return dict(zip(self.pools, given, strict=True))
 
-    @property
-    def keys(self) -> Tensor:
-        """Keys of the full pool."""
-        return self.full.keys
-
-    @property
-    def values(self) -> Tensor:
-        """Values of the full pool."""
-        return self.full.values
-
-    @property
-    def page_table(self) -> Tensor:
-        """Page table of the full pool."""
-        return self.full.page_table
+    def caches(self) -> dict[str, Tensor]:
+        """Keys and values of every pool: all that a step leaves behind."""
+        return {name: tensor() for name, tensor in self._named("keys", "values").items()}
 
     def watched(self) -> dict[str, Callable[[], Tensor]]:
         """Everything that recordings read by address, for an ``AddressContract``."""
+        return self._named("keys", "values", "page_table")
+
+    def _named(self, *tensors: str) -> dict[str, Callable[[], Tensor]]:
         names = {"full": "kv", "sliding": "kv.sliding"} if self.sliding is not None else {"full": "kv"}
         return {
             f"{name}.{tensor}": partial(attrgetter(f"{pool}.{tensor}"), self)
             for pool, name in names.items()
-            for tensor in ("keys", "values", "page_table")
+            for tensor in tensors
         }

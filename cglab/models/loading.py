@@ -32,14 +32,41 @@ class LoadedModel(NamedTuple):
     weights: Literal["trained", "random"]
 
 
-def load_model(
-    name_or_folder: str | Path, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
-) -> LoadedModel:
-    """Opens a model.
+class ModelSource(NamedTuple):
+    """A model that was found and of which no weight is loaded.
+
+    Attributes:
+        config: its shape.
+        folder: where its weights are; None for a published shape, whose weights are random.
+    """
+
+    config: ModelConfig
+    folder: Path | None
+
+
+def find_model(name_or_folder: str | Path) -> ModelSource:
+    """Finds a model and reads its shape.
 
     Args:
         name_or_folder: a preset (random weights, byte-level tokenizer), a shipped model, a Hugging Face
             folder, or a hub id.
+
+    Raises:
+        ModelError: if there is no such model, or one of an unsupported kind.
+    """
+    if config := PRESETS.get(str(name_or_folder)):
+        return ModelSource(config, None)
+    folder = find_folder(name_or_folder)
+    return ModelSource(ModelConfig.from_folder(folder), folder)
+
+
+def load_model(
+    source: str | Path | ModelSource, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> LoadedModel:
+    """Opens a model.
+
+    Args:
+        source: what ``find_model`` found, or takes.
         device: where the weights go; they are created there, never moved.
         dtype: dtype of the weights and of the computation.
         seed: of random weights; the same seed gives the same weights on the same kind of device.
@@ -51,11 +78,10 @@ def load_model(
         ModelError: if there is no such model, or it is damaged, incomplete or of an unsupported kind. No
             memory stays allocated.
     """
-    if config := PRESETS.get(str(name_or_folder)):
+    config, folder = source if isinstance(source, ModelSource) else find_model(source)
+    if folder is None:
         model = random_model(config, device=device, dtype=dtype, seed=seed)
         return LoadedModel(model, config, Tokenizer.byte_level(config.vocab_size), "random")
-    folder = find_folder(name_or_folder)
-    config = ModelConfig.from_folder(folder)
     shards = shard_files(folder)
     check_shards(shards, config)
     tokenizer = Tokenizer.from_folder(folder)

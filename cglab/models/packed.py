@@ -22,7 +22,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def packed_slots(
-    pool: LayerPool, request_rows: Tensor, firsts: Tensor, cu_seqlens_k: Tensor, count: int
+    pool: LayerPool, request_rows: Tensor, cu_seqlens_k: Tensor, count: int, firsts: Tensor | None = None
 ) -> Tensor:
     """Where the keys of several requests live, one request after the other.
 
@@ -31,9 +31,9 @@ def packed_slots(
     Args:
         pool: where they live.
         request_rows: [requests] int32, rows of the page table.
-        firsts: [requests] int32, the first position of each request that is read.
         cu_seqlens_k: [requests + 1] int32, cumulative numbers of keys.
         count: how many slots to give.
+        firsts: [requests] int32, the first position of each request that is read; None for 0.
 
     Returns:
         [count] int64.
@@ -41,7 +41,8 @@ def packed_slots(
     index = torch.arange(count, device=cu_seqlens_k.device, dtype=cu_seqlens_k.dtype)
     index = torch.minimum(index, cu_seqlens_k[-1] - 1)
     owner = torch.searchsorted(cu_seqlens_k[1:], index, right=True)
-    position = index + (firsts - cu_seqlens_k[:-1]).index_select(0, owner)
+    before = cu_seqlens_k if firsts is None else cu_seqlens_k[:-1] - firsts
+    position = index - before.index_select(0, owner)
     page = pool.page_table[request_rows.index_select(0, owner), position // pool.page_size]
     return page * pool.page_size + position % pool.page_size
 

@@ -37,15 +37,15 @@ class _PoolAxis:
         room: int,
     ) -> None:
         self.pool, self.out_slots, self.room, self.cu_seqlens_q = pool, out_slots, room, cu_seqlens_q
-        firsts = torch.zeros_like(request_rows)
+        firsts = None
         if (
             pool.window is not None
-        ):  # fewer keys than the request has tokens: the first that any new token sees
+        ):  # fewer keys than a request has tokens: from the first that a new one sees
             tokens = cu_seqlens_k.diff()
             firsts = (tokens - cu_seqlens_q.diff() - pool.window + 1).clamp_min(0)
             cu_seqlens_k = F.pad((tokens - firsts).cumsum(0, dtype=cu_seqlens_k.dtype), (1, 0))
         self.cu_seqlens_k = cu_seqlens_k
-        self.key_slots = packed_slots(pool, request_rows, firsts, cu_seqlens_k, room)
+        self.key_slots = packed_slots(pool, request_rows, cu_seqlens_k, room, firsts)
         self._mask: Tensor | None = None
 
     def attend(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

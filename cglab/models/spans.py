@@ -67,8 +67,8 @@ class SpanPlan:
         cu_seqlens_k: ``key_ends`` as [spans + 1] int32.
         longest: most new tokens, and most keys, of one span.
         window: positions that a query sees, its own included; None for all before it.
-        key_slots: [keys] int64, where the packed keys live; None if no token was cached before, so that the
-            step's own keys are all there is.
+        key_slots: [keys] int64, where the packed keys live; None if no cached token is seen, so that the step's
+            own keys are all there is.
     """
 
     query_ends: list[int]
@@ -91,7 +91,8 @@ class SpanPlan:
         on_device = torch.from_numpy(packed).to(pool.page_table.device, non_blocking=True)
         cu_q, cu_k, *read = on_device.split((len(query_ends), len(key_ends), len(rows), len(firsts)))
         cached = key_ends[-1] > query_ends[-1]
-        slots = packed_slots(pool, read[0], read[1], cu_k, key_ends[-1]) if cached else None
+        first = read[1] if pool.window is not None else None
+        slots = packed_slots(pool, read[0], cu_k, key_ends[-1], first) if cached else None
         longest = max((span.length for span in spans), default=0), max(keys, default=0)
         return cls(query_ends, key_ends, cu_q, cu_k, longest, pool.window, slots)
 

@@ -25,8 +25,22 @@ from cglab.graphs.options import Options
 from cglab.graphs.recorder import Pool, Recorder
 from cglab.graphs.recorders import recorder_for
 from cglab.graphs.slots import Slot
+from cglab.models.kv import LayerPool, PagedKV
 
 Live = TypeVar("Live")
+
+
+def window_inputs(kv: PagedKV) -> tuple[str, ...]:
+    """Slots that sliding-window layers add to a phase: where their keys and values go."""
+    return ("window_out_slots",) if kv.sliding is not None else ()
+
+
+def distinct_slots(pool: LayerPool, size: int, generator: torch.Generator) -> Tensor:
+    """[size] int64: random slots of a pool, each once while there are enough."""
+    slots = pool.keys.shape[1]
+    if slots < size:
+        return torch.randint(0, slots, (size,), generator=generator)
+    return torch.randperm(slots, generator=generator)[:size]
 
 
 class Arrival(Protocol):

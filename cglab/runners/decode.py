@@ -25,14 +25,12 @@ from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
 from cglab.models.attention import DecodeAttention, LiveRows
 from cglab.models.decoder import Decoder
-from cglab.models.kv import LayerPool, PagedKV
+from cglab.models.kv import PagedKV
 from cglab.models.sampling import sample
-from cglab.runners.base import GraphGroup, Runner
+from cglab.runners.base import GraphGroup, Runner, distinct_slots, window_inputs
 
 INPUTS = ("input_ids", "positions", "out_slots", "request_rows", "seq_lens")
 """Slots of every decode step."""
-WINDOW_INPUTS = ("window_out_slots",)
-"""Slots that a model with sliding-window layers adds."""
 SAMPLING_INPUTS = ("temperatures", "seeds")
 """Slots that the form with sampling adds."""
 
@@ -67,8 +65,7 @@ class DecodeRunner(Runner[int]):
         self.model, self.kv, self.live, self.sampling = model, kv, LiveRows(), sampling
         # A form of its own and not a branch on temperatures, which would freeze at their first values (P2, P37).
         self.variant = "sampling" if sampling else None
-        windowed = kv.sliding is not None
-        self.inputs = INPUTS + windowed * WINDOW_INPUTS + sampling * SAMPLING_INPUTS
+        self.inputs = INPUTS + window_inputs(kv) + sampling * SAMPLING_INPUTS
         super().__init__(group, buckets, AddressContract({"model": model, **kv.watched()}), options)
 
     def slots(self) -> dict[str, Slot]:
@@ -120,17 +117,14 @@ class DecodeRunner(Runner[int]):
         def draw(low: int, high: int) -> Tensor:
             return torch.randint(low, high, (size,), generator=generator)
 
-        def distinct(pool: LayerPool) -> Tensor:
-            slots = pool.keys.shape[1]
-            return torch.randperm(slots, generator=generator)[:size] if slots >= size else draw(0, slots)
-
         positions = draw(0, len(self.kv.context_positions))
         drawn = {
             "input_ids": draw(0, self.model.config.vocab_size), "positions": positions, "seq_lens": positions + 1,
-            "request_rows": draw(0, len(self.kv.page_table)), "out_slots": distinct(self.kv.full),
+            "request_rows": draw(0, len(self.kv.full.page_table)),
+            "out_slots": distinct_slots(self.kv.full, size, generator),
         }  # fmt: skip
         if self.kv.sliding is not None:
-            drawn["window_out_slots"] = distinct(self.kv.sliding)
+            drawn["window_out_slots"] = distinct_slots(self.kv.sliding, size, generator)
         if self.sampling:
             drawn["temperatures"] = draw(-1, 3).clamp_min(0)
             drawn["seeds"] = draw(-(2**63), 2**63 - 1)

@@ -1,11 +1,12 @@
 """T6, the prefill body: all new tokens of all requests of a step on one token axis.
 
 Captured: embedding, all layers and the last norm, for a fixed number of tokens. Head and logits stay outside, on the
-last row of each request, because few rows need them. Static: the weights, the paged cache and its page table, and
-three input slots (ids, positions, where the new KV goes). How the tokens are split into requests, and how many are
-live, is data, so one recording serves every split. In ``breakable`` attention is an eager break in each layer that
-reads the live spans; in ``full`` it is recorded over a fixed request axis, which three more slots describe. Padded
-tokens write to the reserved slot 0, and their rows are zero after every attention (P53).
+last row of each request, because few rows need them. Static: the weights, the paged cache and its page tables, and
+three input slots (ids, positions, where the new KV goes; with sliding-window layers a fourth, where theirs goes). How
+the tokens are split into requests, and how many are live, is data, so one recording serves every split. In
+``breakable`` attention is an eager break in each layer that reads the live spans; in ``full`` it is recorded over a
+fixed request axis, which three more slots describe. Padded tokens write to the reserved slot 0, and their rows are
+zero after every attention (P53).
 
 It cannot: serve more tokens than its largest bucket, which is the limit up to which a capture pays, or pad a step to
 more than twice its tokens (P7); in ``full``, serve more requests or more cached tokens than the axis holds. Each of
@@ -30,12 +31,11 @@ from cglab.graphs.slots import Slot
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.models.request_axis import RequestAxisAttention
-from cglab.models.spans import LiveSpans, PrefillAttention, Span
-from cglab.runners.base import GraphGroup, Runner
+from cglab.models.spans import LiveSpans, PrefillAttention, Span, first_key
+from cglab.runners.base import GraphGroup, Runner, distinct_slots, window_inputs
 
 INPUTS = ("input_ids", "positions", "out_slots")
-WINDOW_INPUTS = ("window_out_slots",)
-"""Slots that a model with sliding-window layers adds."""
+"""Slots of every prefill step."""
 REQUEST_AXIS = ("request_rows", "cu_seqlens_q", "cu_seqlens_k")
 WARMUP_LENGTH = 128
 """Tokens of an example request: a kernel's whole tile, and cheap at any bucket, as attention costs their square."""
@@ -52,8 +52,12 @@ class PrefillRunner(Runner[Sequence[Span]]):
         options: backend, padding and the rest.
         max_requests: places on the request axis of a full recording.
         max_cached: cached tokens, of all requests together, that a full recording has room for beside the new ones;
-            None for as many as the largest bucket has. Every layer gathers that many keys, used or not.
+            None for as many as the largest bucket has. Every layer gathers that many keys, used or not; one with a
+            window no more than a window for each place on the axis.
         warmup_length: most tokens of each request of the example that a capture warms up with (B58).
+
+    Attributes:
+        inputs: names of the slots that a caller fills.
 
     Raises:
         InputError: for a warm-up length or a request axis below 1, or negative room for cached tokens.
@@ -83,7 +87,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
                 f"max_cached {max_cached} at least 0"
             )
         self.model, self.kv, self.live = model, kv, LiveSpans()
-        self.inputs = INPUTS + (kv.sliding is not None) * WINDOW_INPUTS
+        self.inputs = INPUTS + window_inputs(kv)
         super().__init__(group, buckets, AddressContract({"model": model, **kv.watched()}), options)
 
     def slots(self) -> dict[str, Slot]:
@@ -151,9 +155,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         queries = list(accumulate((s.length for s in live), initial=0))
         keys = list(accumulate((s.end for s in live), initial=0))
         packed = [*rows, *queries, *[queries[-1]] * absent, *keys, *[keys[-1]] * absent]
-        on_device = torch.from_numpy(np.array(packed, dtype=np.int32)).to(
-            self.kv.page_table.device, non_blocking=True
-        )
+        on_device = torch.from_numpy(np.array(packed, dtype=np.int32)).to(self.kv.device, non_blocking=True)
         places = (self.max_requests, self.max_requests + 1, self.max_requests + 1)
         return dict(zip(REQUEST_AXIS, on_device.split(places), strict=True))
 
@@ -167,11 +169,15 @@ class PrefillRunner(Runner[Sequence[Span]]):
         tokens, given = self.rows(spans), values["input_ids"].shape[0]
         if tokens != given:
             raise InputError(f"the spans have {tokens} tokens, the inputs {given}; give one span a request")
+        limit = self.captured.buckets[-1]
+        if tokens > limit and self.backend != "eager":
+            return Miss(Reason.ABOVE_LIMIT, f"{tokens} tokens, captured up to {limit}")
         if self.backend != "full":
             return None
         if len(spans) > self.max_requests:
             return Miss(Reason.MORE_REQUESTS, f"{len(spans)} requests, the axis holds {self.max_requests}")
-        cached = sum(span.start for span in spans)
+        reads = [pool.window for pool in self.kv.pools if pool.layers]
+        cached = max(sum(span.start - first_key(span.start, window) for span in spans) for window in reads)
         if cached > self.max_cached:
             return Miss(Reason.MORE_KEYS, f"{cached} cached tokens, there is room for {self.max_cached}")
         bucket = self.captured.pad(tokens)
@@ -182,7 +188,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         size, length = views["input_ids"].shape[0], self.warmup_length
         if self.backend == "full":  # as many as the axis holds
             length = max(length, -(-size // self.max_requests))
-        length = min(length, self.kv.page_table.shape[1] * self.kv.page_size)
+        length = min(length, len(self.kv.context_positions))
         spans = [Span(0, 0, min(length, size - start)) for start in range(0, size, length)]
         self._place(spans[: self.max_requests] if self.backend == "full" else spans, views)
 
@@ -200,12 +206,9 @@ class PrefillRunner(Runner[Sequence[Span]]):
 
         views["input_ids"].copy_(draw(self.model.config.vocab_size))
         views["positions"].copy_(draw(self.model.config.max_position))
-        for name, pool in zip(("out_slots", *WINDOW_INPUTS), self.kv.pools, strict=False):
-            slots = pool.keys.shape[1]
-            views[name].copy_(
-                torch.randperm(slots, generator=generator)[:size] if slots >= size else draw(slots)
-            )
-        rows = len(self.kv.page_table)
+        for name, pool in zip(("out_slots", *window_inputs(self.kv)), self.kv.pools, strict=True):
+            views[name].copy_(distinct_slots(pool, size, generator))
+        rows = len(self.kv.full.page_table)
         spans: list[Span] = []
         left, cached = size, self.max_cached
         while left:

@@ -14,6 +14,7 @@ from cglab.lab.recorded import Recorded
 from cglab.lab.techniques import TECHNIQUES
 from cglab.measure.machine import Device
 from cglab.measure.record import make_record, new_run
+from cglab.measure.records import append
 from scripts import readme_table
 
 DECODE, TTFT, PREFILL = readme_table.TABLES
@@ -122,19 +123,34 @@ def test_records_of_no_step_such_as_the_cost_of_all_buckets_are_no_row():
 
 
 def text_with(*contents):
-    tables = zip(readme_table.TABLES, contents, strict=True)
+    tables = zip(readme_table.BLOCKS, contents, strict=True)
     return "".join(f"before\n{table.begin}\n{content}\n{table.end}\nafter\n" for table, content in tables)
 
 
 def test_without_records_the_tables_say_so_and_how_to_get_them(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(text_with("old", "", "older"))
+    readme.write_text(text_with("old", "", "older", "oldest"))
     arguments = ["--readme", str(readme), "--folder", str(tmp_path / "none")]
     assert readme_table.main([*arguments, "--check"]) == 1
     assert "old" in readme.read_text()
     assert readme_table.main(arguments) == 0
-    assert readme.read_text() == text_with(*(table.not_yet for table in readme_table.TABLES))
+    assert readme.read_text() == text_with(*(table.not_yet for table in readme_table.BLOCKS))
     assert readme_table.main([*arguments, "--check"]) == 0
+
+
+def test_what_was_checked_is_told_with_what_failed(tmp_path):
+    run = new_run()
+    for seed, good in ((0, True), (1, False)):
+        made = make_record(
+            bench="parity", arm="decode", device="cpu", run=run, model="pico-gqa", dtype="float32",
+            workload={"seed": seed}, metrics={"ok": good, "cases": 500.0, "steps": 1500.0, "captured": 900.0},
+        )  # fmt: skip
+        append(tmp_path / "parity.jsonl", [replace(made, device=Device("H200", "cuda"))])
+    *_, line = readme_table.Checks().text(tmp_path).splitlines()
+    assert line == (
+        "| random batches against three oracles | decode, float32 | 1,000 sequences, 3,000 steps, 1,800 replayed | "
+        "**no**: 1 of 2 runs |"
+    )
 
 
 @pytest.mark.parametrize(

@@ -75,16 +75,16 @@ def reference(engine, prompt, count):
         page_size=4,
         rows=2,
         max_context=32,
-        device=engine.kv.keys.device,
+        device=engine.kv.full.keys.device,
         dtype=torch.float32,
     )
-    kv.page_table[1] = torch.arange(1, 9)
+    kv.full.page_table[1] = torch.arange(1, 9)
     tokens = list(prompt)
     for _ in range(count):
         length = len(tokens)
-        where = torch.arange(length, device=kv.keys.device)
+        where = torch.arange(length, device=kv.full.keys.device)
         attention = PrefillAttention(kv, out_slots=where + 4, live=LiveSpans([Span(1, 0, length)]))
-        hidden = engine.model(torch.tensor(tokens, device=kv.keys.device), where, attention)
+        hidden = engine.model(torch.tensor(tokens, device=kv.full.keys.device), where, attention)
         tokens.append(int(engine.model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
 
@@ -248,9 +248,9 @@ def test_b26_reserved_row_and_page_are_never_given_out(bench):
 def test_a_step_writes_only_slots_of_running_requests(bench):
     engine = bench("full")
     with steady_decode(engine, 3, 6) as step:
-        before = engine.kv.keys.clone()
+        before = engine.kv.full.keys.clone()
         engine.phases.decode().run(step.live, **step.inputs)
-        changed = (engine.kv.keys != before).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+        changed = (engine.kv.full.keys != before).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
         assert set(changed) - {0} <= set(step.inputs["out_slots"].tolist())
     assert settled(engine)
 

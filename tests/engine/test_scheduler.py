@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cglab.engine.batches import DecodeBatch, PrefillBatch, SchedulerOptions
 from cglab.engine.memory import CacheLayout
@@ -454,6 +457,41 @@ def test_the_youngest_gives_way_for_window_pages_too():
     assert sum(request.preemptions for request in bench.requests) > 0 == bench.requests[0].preemptions
 
 
+@given(
+    count=st.integers(1, 6), context=st.integers(2, 60), page_size=st.integers(1, 5), budget=st.integers(1, 30),
+    window=st.none() | st.integers(1, 40), mixed=st.booleans(),
+    requests=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=10),
+)  # fmt: skip
+def test_sizes_for_so_many_requests_let_them_run_as_with_pages_without_end(
+    count, context, page_size, budget, window, mixed, requests
+):
+    """Nobody gives way, and nobody waits for a page of either pool: the schedule is that of a cache without limit."""
+    layout = CacheLayout.for_requests(count, context, page_size, budget=budget, window=window)
+    endless = replace(layout, pages=9999, window_pages=9999 if window else 0)
+
+    def batches(layout):
+        scheduler = Scheduler(layout, SchedulerOptions(budget, mixed=mixed))
+        for index, (length, limit) in enumerate(requests):
+            prompt = [1] * min(length, context)
+            scheduler.add(Request(index, prompt, min(limit, context - len(prompt))), 0.0)
+        found = []
+        while batch := scheduler.plan(0.0):
+            found.append(shape(batch))
+            scheduler.commit(batch, [1] * sum(chunk.last for chunk in batch.chunks), 0.0)
+            assert not any(request.preemptions for request in batch.requests)
+        return found
+
+    assert batches(layout) == batches(endless)
+
+
+def test_a_window_pool_is_sized_for_windows_and_one_budget_and_not_for_contexts():
+    layout = CacheLayout.for_requests(64, 32768, 16, budget=8192, window=1024)
+    newest, others = (1024 + 8192) // 16 + 1, 63 * (1024 // 16 + 2) + 8192 // 16
+    assert layout.window_pages == newest + others + 63 + 1 < layout.pages // 20
+    short = CacheLayout.for_requests(2, 64, 16, budget=256, window=1024)
+    assert short.window_pages == short.pages - 1, "a context within the window needs all of its pages"
+
+
 def test_a_window_pool_too_small_for_one_chunk_is_refused():
     Bench(budget=4, pages=20, window=3, window_pages=5)
     with pytest.raises(
@@ -517,6 +555,9 @@ def test_the_invariants_catch_planted_faults(fault, message):
         (lambda: CacheLayout(2, 1, 1, 1), "2 pages and 1 rows leave none"),
         (lambda: CacheLayout(2, 0, 2, 1), "page_size 0"),
         (lambda: CacheLayout(2, 1, 2, 1, window=0), "window 0"),
+        (lambda: CacheLayout.for_requests(0, 16, 16, budget=8), "1 pages and 1 rows leave none"),
+        (lambda: CacheLayout.for_requests(1, -16, 16, budget=8), "1 pages and 2 rows leave none"),
+        (lambda: CacheLayout.for_requests(1, 16, 16, budget=8, window=0), "window 0"),
         (lambda: Sampling(-0.1), "temperature must be a finite number of at least 0, got -0.1"),
         (lambda: Sampling(float("nan")), "got nan"),
         (lambda: Sampling(1.0, seed=-1), "seed must be a whole number from 0"),

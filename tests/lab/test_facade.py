@@ -83,7 +83,7 @@ def test_a_cache_too_small_for_all_makes_requests_give_way_and_changes_no_token(
         with pytest.raises(errors.InputError, match="do not fit into a context of 64"):
             tight.generate([[1] * 60], 8)
     for size in (0, -1):
-        with pytest.raises(errors.InputError, match="leave none beside the reserved"):
+        with pytest.raises(errors.InputError, match="cache_tokens must be a whole number of at least 1"):
             cglab.open("pico-gqa", cache_tokens=size, **options)
 
 
@@ -140,7 +140,7 @@ def test_arms_are_settings_each_once(lab, arms):
 
 
 def test_a_profile_without_a_gpu_says_that_it_has_no_device_records(lab):
-    profile = lab.profile("decode", ("eager", "full"), batch=2, context=20, steps=1)
+    profile = lab.profile("decode", ("eager", "full"), batch=2, context=20, repeats=1)
     assert set(profile.traces) == {"eager", "full"}
     assert all(trace.unreliable and trace.busy_us() is None for trace in profile.traces.values())
 
@@ -162,7 +162,7 @@ def test_b36_a_replaced_weight_is_refused_by_name_and_a_copy_in_place_is_not(pro
 def test_n03_close_gives_back_and_says_so_and_a_closed_lab_refuses(prompts):
     lab = cglab.open("pico-gqa", device="cpu", max_batch=2, max_context=64)
     lab.generate(prompts[:1], 2)
-    model, cache = weakref.ref(lab.model), weakref.ref(lab.engine.kv.keys)
+    model, cache = weakref.ref(lab.model), weakref.ref(lab.engine.kv.full.keys)
     held = lab.close()
     assert held is not None and held.allocated == 0 and lab.close() is None
     gc.collect()

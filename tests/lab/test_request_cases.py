@@ -17,7 +17,7 @@ FEW = replace(LOAD, count=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix_reuse", [True, False], ids=["reuse", "no-reuse"])
 def test_64_requests_in_nine_modes_hold_against_three_oracles(prefix_reuse):
-    found = check_requests(CPU, prefix_reuse=prefix_reuse)
+    found = list(check_requests(CPU, prefix_reuse=prefix_reuse))
     assert len(found) == 9 and all(each.ok for each in found), "\n".join(map(str, found))
     assert all(each.preemptions > 0 and each.cases == 64 for each in found)
     assert len({each.steps for each in found}) == 1, "one schedule, whatever the mode"
@@ -57,5 +57,5 @@ def test_a_missing_guard_is_noticed(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu(dtype):
-    found = check_requests(torch.device("cuda", 0), load=FEW, dtype=dtype)
+    found = list(check_requests(torch.device("cuda", 0), load=FEW, dtype=dtype))
     assert all(each.ok for each in found), "\n".join(map(str, found))

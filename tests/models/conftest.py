@@ -50,7 +50,7 @@ class PagedRunner:
             window_pages=self.start_windows(requests, widest),
         )
         self.pages = 1 + torch.arange(requests * each).view(each, requests).t().contiguous()
-        self.kv.page_table[1:] = self.pages.to(device)
+        self.kv.full.page_table[1:] = self.pages.to(device)
         self.lengths = [0] * requests
 
     def start_windows(self, requests, widest):
@@ -84,7 +84,7 @@ class PagedRunner:
     @torch.no_grad()
     def prefill(self, chunks):
         """Runs {request: token ids} and gives the hidden states of all tokens."""
-        spans, ids, positions, slots = [], [], [], []
+        spans, ids, positions, slots, window_slots = [], [], [], [], []
         for request, tokens in chunks.items():
             start = self.lengths[request]
             spans.append(Span(request + 1, start, len(tokens)))
@@ -92,7 +92,10 @@ class PagedRunner:
             positions.append(torch.arange(start, start + len(tokens)))
             slots.append(self.slots(request, start, len(tokens)))
             self.lengths[request] += len(tokens)
-        attend = PrefillAttention(self.kv, out_slots=self._join(slots), live=LiveSpans(spans))
+            if self.kv.sliding is not None:
+                window_slots.append(self.slide(request, len(tokens)))
+        windows = {"window_out_slots": self._join(window_slots)} if window_slots else {}
+        attend = PrefillAttention(self.kv, out_slots=self._join(slots), live=LiveSpans(spans), **windows)
         return self.model(self._join(ids), self._join(positions), attend)
 
     def decode_inputs(self, tokens, padding=0, width=1):

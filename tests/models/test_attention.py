@@ -69,11 +69,11 @@ def test_heads_without_groups_and_one_shared_key_head(tiny, paged, whole):
 
 def test_b26_padded_requests_write_to_slot_0_only(started):
     runner, _ = started
-    before = runner.kv.keys.clone(), runner.kv.values.clone()
+    before = runner.kv.full.keys.clone(), runner.kv.full.values.clone()
     inputs = runner.decode_inputs({1: [7]}, padding=3)
     with torch.no_grad():
         runner.step(inputs)
-    for tensor, old in zip((runner.kv.keys, runner.kv.values), before, strict=True):
+    for tensor, old in zip((runner.kv.full.keys, runner.kv.full.values), before, strict=True):
         changed = (tensor != old).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
         assert changed == [0, int(inputs["out_slots"][0])]
 
@@ -85,11 +85,11 @@ def test_b25_nothing_but_live_tokens_is_read(started):
     runner.lengths[0] -= 1
     runner.lengths[1] -= 1
     live = torch.cat([runner.slots(i, 0, runner.lengths[i]) for i in (0, 1)])
-    rest = torch.ones(runner.kv.keys.shape[1], dtype=torch.bool)
+    rest = torch.ones(runner.kv.full.keys.shape[1], dtype=torch.bool)
     rest[live] = False
-    runner.kv.keys[:, rest] = float("nan")
-    runner.kv.values[:, rest] = float("nan")
-    runner.kv.page_table[1, 2:] = 10**9
+    runner.kv.full.keys[:, rest] = float("nan")
+    runner.kv.full.values[:, rest] = float("nan")
+    runner.kv.full.page_table[1, 2:] = 10**9
     poisoned = runner.decode({0: [7], 1: [8]}, padding=2)
     assert torch.equal(poisoned[:2], clean[:2])
 
@@ -125,7 +125,7 @@ def test_p53_padded_rows_of_a_break_are_zero_and_live_rows_do_not_change(started
 
 def test_p54_without_live_rows_only_the_reserved_slot_is_written_and_the_output_is_zero(started):
     runner, _ = started
-    before = runner.kv.keys.clone()
+    before = runner.kv.full.keys.clone()
     heads = torch.randn(2, 6, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 16)
     zeros = torch.zeros(2, dtype=torch.int64)
     decode = DecodeAttention(
@@ -134,17 +134,17 @@ def test_p54_without_live_rows_only_the_reserved_slot_is_written_and_the_output_
     prefill = PrefillAttention(runner.kv, out_slots=zeros, live=LiveSpans())
     for attend in (decode, prefill):
         assert torch.equal(attend(0, *heads), torch.zeros(2, 96))
-    assert torch.equal(runner.kv.keys[:, 1:], before[:, 1:])
+    assert torch.equal(runner.kv.full.keys[:, 1:], before[:, 1:])
 
 
 def test_p53_prefill_zeroes_padded_tokens(started):
     runner, _ = started
     heads = torch.randn(6, 6, 16), torch.randn(6, 2, 16), torch.randn(6, 2, 16)
     slots = torch.cat((runner.slots(2, 2, 4), torch.zeros(2, dtype=torch.int64)))
-    before = runner.kv.keys.clone()
+    before = runner.kv.full.keys.clone()
     out = PrefillAttention(runner.kv, out_slots=slots, live=LiveSpans([Span(3, 2, 4)]))(1, *heads)
     assert out[:4].abs().min() > 0 and torch.equal(out[4:], torch.zeros(2, 96))
-    changed = (runner.kv.keys != before).flatten(2).any(-1)
+    changed = (runner.kv.full.keys != before).flatten(2).any(-1)
     assert not changed[0].any() and set(changed[1].nonzero().flatten().tolist()) <= {0, *slots.tolist()}
 
 
@@ -204,8 +204,14 @@ def test_sizes_that_do_not_fit_are_told(started):
 def test_the_cache_has_a_reserved_corner_and_refuses_to_be_nothing_else(tiny):
     config = tiny().config
     kv = PagedKV(config, pages=3, page_size=4, rows=2, max_context=9, device="cpu", dtype=torch.bfloat16)
-    assert kv.keys.shape == kv.values.shape == (2, 12, 2, 16) and kv.keys.dtype == torch.bfloat16
-    assert kv.page_table.shape == (2, 3) and kv.page_table.dtype == torch.int64 and not kv.page_table.any()
+    assert (
+        kv.full.keys.shape == kv.full.values.shape == (2, 12, 2, 16) and kv.full.keys.dtype == torch.bfloat16
+    )
+    assert (
+        kv.full.page_table.shape == (2, 3)
+        and kv.full.page_table.dtype == torch.int64
+        and not kv.full.page_table.any()
+    )
     for sizes in ({"pages": 1}, {"rows": 1}, {"page_size": 0}, {"max_context": 0}):
         given = {"pages": 3, "rows": 2, "page_size": 4, "max_context": 9, **sizes}
         with pytest.raises(InputError, match="at least"):

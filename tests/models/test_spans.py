@@ -67,7 +67,7 @@ class Step:
     def by_axis(self, places=8, room=64):
         """The same step over a fixed request axis."""
         plan = SpanPlan.of(self.spans, self.kv.full)
-        absent, device = places - len(self.spans), self.kv.page_table.device
+        absent, device = places - len(self.spans), self.kv.full.page_table.device
         ends = [
             torch.cat((ends, ends[-1:].expand(absent))) for ends in (plan.cu_seqlens_q, plan.cu_seqlens_k)
         ]
@@ -158,7 +158,7 @@ def test_p55_what_is_returned_has_the_querys_dtype_and_reads_what_the_cache_hold
     """A bfloat16 cache under float32 heads: cached and fresh tokens are both seen as they were rounded."""
     one = step(spans, kv_dtype=torch.bfloat16)
     got, fixed = one.by_spans(), one.by_axis()
-    assert got.dtype == fixed.dtype == torch.float32 and one.kv.keys.dtype == torch.bfloat16
+    assert got.dtype == fixed.dtype == torch.float32 and one.kv.full.keys.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), one.reference(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(fixed, got, rtol=1e-5, atol=1e-6)
 
@@ -205,7 +205,7 @@ def test_packed_slots_are_every_requests_own_in_order_and_then_the_last_one(leng
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     places = [(row, first + i) for row, length in enumerate(lengths) for i in range(length)]
     wanted = [int(table[row, position // 4]) * 4 + position % 4 for row, position in places]
-    got = packed_slots(pool, rows, torch.full_like(rows, first), ends, len(wanted) + room).tolist()
+    got = packed_slots(pool, rows, ends, len(wanted) + room, torch.full_like(rows, first)).tolist()
     assert got == wanted + wanted[-1:] * room
 
 

@@ -79,9 +79,8 @@ def test_b25_decode_over_a_pool_of_nothing_but_the_window_equals_transformers(mi
     tokens = [torch.randint(0, 300, (length // width * width,)) for length in lengths]
     expected = [theirs(ids.unsqueeze(0)).logits[0] for ids in tokens]
     runner = paged(ours, 3, LONGEST, widest=width)
-    for pool in runner.kv.pools:
-        pool.keys.fill_(float("nan"))
-        pool.values.fill_(float("nan"))
+    for cache in runner.kv.caches().values():
+        cache.fill_(float("nan"))
     got = [[] for _ in tokens]
     for start in range(0, LONGEST, width):
         batch = {i: ids[start : start + width] for i, ids in enumerate(tokens) if start + width <= len(ids)}
@@ -94,11 +93,32 @@ def test_b25_decode_over_a_pool_of_nothing_but_the_window_equals_transformers(mi
     window = ours.config.sliding_window
     pages = -(-(window + width - 2) // 4) + 1
     assert runner.kv.sliding.keys.shape[:2] == (len(ours.config.window_layers), 4 * (1 + 3 * pages))
-    assert runner.kv.keys.shape[0] == 4 - len(ours.config.window_layers)
+    assert runner.kv.full.keys.shape[0] == 4 - len(ours.config.window_layers)
     if window == WINDOW:
         assert not runner.kv.sliding.page_table[1, 0] and runner.kv.sliding.page_table[1].any(), (
             "dropped pages"
         )
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@torch.no_grad()
+def test_b25_prompts_in_chunks_over_a_pool_of_nothing_but_the_window_equal_transformers(mix, pair, paged):
+    """Chunks of two requests, shorter and longer than the window, with decode steps in between."""
+    theirs, ours = pair(mix)
+    tokens = [torch.randint(0, 300, (length,)) for length in (30, 21)]
+    runner = paged(ours, 2, LONGEST, widest=9)
+    for cache in runner.kv.caches().values():
+        cache.fill_(float("nan"))
+    got, done = [[], []], [0, 0]
+    for step in ((5, 2), (9, 9), (1, 1), (8, 3), (1, 1), (6, 5)):
+        chunks = {i: ids[done[i] : done[i] + n] for i, (ids, n) in enumerate(zip(tokens, step, strict=True))}
+        run = runner.decode if step == (1, 1) else runner.prefill
+        for request, part in enumerate(ours.logits(run(chunks)).split(step)):
+            got[request].append(part)
+            done[request] += len(part)
+    assert done == [30, 21]
+    for rows, ids in zip(got, tokens, strict=True):
+        torch.testing.assert_close(torch.cat(rows), theirs(ids.unsqueeze(0)).logits[0], rtol=0, atol=1e-4)
 
 
 def test_a_window_layer_reads_the_window_and_not_the_context(tiny, paged):
@@ -139,7 +159,11 @@ def test_pools_are_found_by_layer_and_slots_are_needed_for_each(tiny, paged):
     runner = paged(tiny(num_layers=3, sliding_window=6, window_layers=(0, 2)), 2, 24)
     kv = runner.kv
     assert [kv.pool(layer) is kv.sliding for layer in range(3)] == [True, False, True]
-    assert kv.full.keys is kv.keys and kv.full.values is kv.values and kv.full.page_table is kv.page_table
+    assert (
+        kv.full.keys is kv.full.keys
+        and kv.full.values is kv.full.values
+        and kv.full.page_table is kv.full.page_table
+    )
     assert set(kv.watched()) == {
         f"kv.{name}"
         for pool in ("", "sliding.")
@@ -166,4 +190,4 @@ def test_window_pages_are_for_models_with_window_layers(tiny):
     with pytest.raises(InputError, match="1 window pages leave none beside the reserved one"):
         PagedKV(windowed, window_pages=1, **sizes)
     kv = PagedKV(windowed, window_pages=5, **sizes)
-    assert kv.sliding.keys.shape == (1, 20, 2, 16) and kv.sliding.page_table.shape == kv.page_table.shape
+    assert kv.sliding.keys.shape == (1, 20, 2, 16) and kv.sliding.page_table.shape == kv.full.page_table.shape

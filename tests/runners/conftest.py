@@ -67,9 +67,9 @@ class World:
                           max_context=PAGE * PAGES_A_ROW, device=device, dtype=kv_dtype or dtype,
                           window_pages=self.window_pages)  # fmt: skip
         pages = torch.arange(1, (ROWS - 1) * PAGES_A_ROW + 1, device=device)
-        self.kv.page_table[1:] = pages.view(ROWS - 1, PAGES_A_ROW)
+        self.kv.full.page_table[1:] = pages.view(ROWS - 1, PAGES_A_ROW)
         generator = torch.Generator().manual_seed(seed)
-        for cache in self.tensors():
+        for cache in self.kv.caches().values():
             cache[:, PAGE:].copy_(torch.randn(cache[:, PAGE:].shape, generator=generator))
         self.group = group or GraphGroup(device)
         self.runner = self.make_runner(
@@ -79,12 +79,8 @@ class World:
     def make_runner(self, buckets, options, settings):
         return DecodeRunner(self.model, self.kv, self.group, buckets, options, **settings)
 
-    def tensors(self):
-        """Keys and values of every pool."""
-        return [cache for pool in self.kv.pools for cache in (pool.keys, pool.values)]
-
     def slots_of(self, row):
-        return [page * PAGE + i for page in self.kv.page_table[row].tolist() for i in range(PAGE)]
+        return [page * PAGE + i for page in self.kv.full.page_table[row].tolist() for i in range(PAGE)]
 
     def inputs(self, lengths, tokens=None):
         """One decode step of rows 1, 2, ... with these lengths, this step's token included."""
@@ -105,33 +101,57 @@ class World:
         }
 
     def cache(self):
-        return torch.stack([self.kv.keys, self.kv.values]).clone()
+        return torch.stack([self.kv.full.keys, self.kv.full.values]).clone()
 
     def restore(self, cache):
-        self.kv.keys.copy_(cache[0])
-        self.kv.values.copy_(cache[1])
+        self.kv.full.keys.copy_(cache[0])
+        self.kv.full.values.copy_(cache[1])
 
     def close(self):
         self.runner.close()
         self.group.close()
 
 
-class WindowWorld(World):
-    """The same with sliding-window layers: each row has as many pages as a window touches, and uses them in turn."""
+class Windowed:
+    """A world with sliding-window layers: each row has ``ring`` pages of their pool and uses them in turn."""
 
     config, ring = WINDOWED, 3
     window_pages = (ROWS - 1) * ring + 1
 
-    def inputs(self, lengths, tokens=None):
-        """Maps the window's pages of rows 1, 2, ... and no others: the pages before are dropped."""
-        table = torch.zeros_like(self.kv.sliding.page_table, device="cpu")
-        for row, length in enumerate(lengths, 1):
-            for page in range(max(length - self.config.sliding_window, 0) // PAGE, (length - 1) // PAGE + 1):
+    def slide(self, spans):
+        """Maps the pages that rows see from (row, start, length) and no others; the step's slots in the pool."""
+        table, slots = torch.zeros_like(self.kv.sliding.page_table, device="cpu"), []
+        for row, start, length in spans:
+            for page in range(
+                max(start - self.config.sliding_window + 1, 0) // PAGE, (start + length - 1) // PAGE + 1
+            ):
                 table[row, page] = 1 + (row - 1) * self.ring + page % self.ring
+            position = torch.arange(start, start + length)
+            slots.append(table[row, position // PAGE] * PAGE + position % PAGE)
         self.kv.sliding.page_table.copy_(table)
-        last = torch.tensor(lengths) - 1
-        slots = table[torch.arange(1, len(lengths) + 1), last // PAGE] * PAGE + last % PAGE
-        return {**super().inputs(lengths, tokens), "window_out_slots": slots.to(self.device)}
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *slots]).to(self.device)
+
+    def window_slots_of(self, row, start, length):
+        """Slots of the positions that such a span sees."""
+        position = torch.arange(max(start - self.config.sliding_window + 1, 0), start + length)
+        pages = self.kv.sliding.page_table[row].cpu()[position // PAGE]
+        return (pages * PAGE + position % PAGE).tolist()
+
+    def cache(self):
+        """Keys and values of the full pool, then of the sliding one."""
+        return [cache.clone() for cache in self.kv.caches().values()]
+
+    def restore(self, cache):
+        for current, saved in zip(self.kv.caches().values(), cache, strict=True):
+            current.copy_(saved)
+
+
+class WindowWorld(Windowed, World):
+    """Decode steps; a row has as many pages as a window touches."""
+
+    def inputs(self, lengths, tokens=None):
+        slots = self.slide([(row, length - 1, 1) for row, length in enumerate(lengths, 1)])
+        return {**super().inputs(lengths, tokens), "window_out_slots": slots}
 
 
 class PrefillWorld(World):
@@ -167,38 +187,14 @@ class PrefillWorld(World):
         return got, wanted, after, self.cache()
 
 
-class WindowPrefillWorld(PrefillWorld):
-    """The same with sliding-window layers; a row's pages before its span's window are dropped."""
+class WindowPrefillWorld(Windowed, PrefillWorld):
+    """Prefill steps; a row has a page for every token, of which those before the window are dropped."""
 
-    config = WINDOWED
-    window_pages = (ROWS - 1) * PAGES_A_ROW + 1
+    ring = PAGES_A_ROW
+    window_pages = (ROWS - 1) * ring + 1
 
     def inputs(self, spans):
-        """Maps the window pages that the step sees, and no others."""
-        table = torch.zeros_like(self.kv.sliding.page_table, device="cpu")
-        for row, start, length in spans:
-            first = max(start - self.config.sliding_window + 1, 0) // PAGE
-            last = (start + length - 1) // PAGE
-            table[row, first : last + 1] = 1 + (row - 1) * PAGES_A_ROW + torch.arange(first, last + 1).flip(0)
-        self.kv.sliding.page_table.copy_(table)
-        slots = [
-            int(table[row, position // PAGE]) * PAGE + position % PAGE
-            for row, start, length in spans
-            for position in range(start, start + length)
-        ]
-        return {**super().inputs(spans), "window_out_slots": torch.tensor(slots, device=self.device)}
-
-    def cache(self):
-        pools = self.kv.pools
-        return torch.stack([torch.cat([p.keys for p in pools]), torch.cat([p.values for p in pools])])
-
-    def restore(self, cache):
-        first = 0
-        for pool in self.kv.pools:
-            layers = slice(first, first + len(pool.layers))
-            pool.keys.copy_(cache[0, layers])
-            pool.values.copy_(cache[1, layers])
-            first = layers.stop
+        return {**super().inputs(spans), "window_out_slots": self.slide(spans)}
 
 
 @pytest.fixture
@@ -221,7 +217,7 @@ def prefills(device):
 
 @pytest.fixture
 def window_prefills(device):
-    """Makes worlds with a prefill runner over sliding-window layers and closes them."""
+    """Makes worlds with a prefill runner and sliding-window layers and closes them."""
     yield from worlds(device, WindowPrefillWorld)
 
 

@@ -127,9 +127,9 @@ def test_p12_padded_requests_read_the_reserved_row(world, backend):
     _, clean = one.runner.run(3, **values)
     one.restore(before)
     owned = {slot for row in (1, 2, 3) for slot in one.slots_of(row)}
-    foreign = [slot for slot in range(one.kv.keys.shape[1]) if slot not in owned]
-    one.kv.keys[:, foreign] = float("nan")
-    one.kv.values[:, foreign] = float("nan")
+    foreign = [slot for slot in range(one.kv.full.keys.shape[1]) if slot not in owned]
+    one.kv.full.keys[:, foreign] = float("nan")
+    one.kv.full.values[:, foreign] = float("nan")
     _, poisoned = one.runner.run(3, **values)
     assert same_bits(clean, poisoned) and not clean.isnan().any()
     assert one.runner.coverage().eager == 0
@@ -143,8 +143,8 @@ def test_b25_what_a_request_owns_beyond_its_length_is_not_read(world, backend):
     _, clean = one.runner.run(3, **values)
     one.restore(before)
     for row, length in ((1, 6), (2, 5), (3, 4)):
-        one.kv.keys[:, one.slots_of(row)[length:]] = float("inf")
-        one.kv.values[:, one.slots_of(row)[length:]] = float("nan")
+        one.kv.full.keys[:, one.slots_of(row)[length:]] = float("inf")
+        one.kv.full.values[:, one.slots_of(row)[length:]] = float("nan")
     assert same_bits(one.runner.run(3, **values)[1], clean)
 
 
@@ -238,7 +238,7 @@ def test_b35_a_cache_restored_elsewhere_is_refused_by_name(world, name):
     one = world("full")
     values = one.inputs([6, 5, 4])
     one.runner.run(3, **values)
-    setattr(one.kv.full, name, getattr(one.kv, name).clone())
+    setattr(one.kv.full, name, getattr(one.kv.full, name).clone())
     with pytest.raises(AddressError, match=rf"moved: kv\.{name}"):
         one.runner.run(3, **values)
 
@@ -309,7 +309,7 @@ def test_closing_gives_the_groups_pool_back(world, backend):
 def test_b64_with_the_cache_full_a_padded_batch_is_captured_lazily_and_replays(world, backend):
     """Every page belongs to a request; what padding points at was set aside when the cache was made."""
     one = world(backend, lazy=True)
-    assert sorted(one.kv.page_table[1:].flatten().tolist()) == list(range(1, 33)), "no page is free"
+    assert sorted(one.kv.full.page_table[1:].flatten().tolist()) == list(range(1, 33)), "no page is free"
     for live in (3, 8, 7, 1):
         step_and_oracle(one, [3 + live + i % 4 for i in range(live)])
     assert one.runner.captured.captured_sizes == [1, 4, 8] and one.runner.captured.unused_sizes == [2]

@@ -47,9 +47,9 @@ class Bench:
         self.kv = PagedKV(
             config, pages=9, page_size=4, rows=3, max_context=16, device=device, dtype=torch.float32
         )
-        self.kv.page_table[1:] = torch.arange(1, 9, device=device).view(2, 4)
+        self.kv.full.page_table[1:] = torch.arange(1, 9, device=device).view(2, 4)
         generator = torch.Generator().manual_seed(2)
-        for cache in (self.kv.keys, self.kv.values):
+        for cache in (self.kv.full.keys, self.kv.full.values):
             cache.copy_(torch.randn(cache.shape, generator=generator))
         self.group = GraphGroup(device)
         slots = [(4 * row - 3) * 4 + n - 1 for row, n in zip((1, 2), LENGTHS, strict=True)]
@@ -67,11 +67,11 @@ class Bench:
         )
 
     def cache(self):
-        return torch.stack([self.kv.keys, self.kv.values]).clone()
+        return torch.stack([self.kv.full.keys, self.kv.full.values]).clone()
 
     def restore(self):
-        self.kv.keys.copy_(self.start[0])
-        self.kv.values.copy_(self.start[1])
+        self.kv.full.keys.copy_(self.start[0])
+        self.kv.full.values.copy_(self.start[1])
 
     def eager(self, runner):
         return runner.run_live_eager(2, **self.values)

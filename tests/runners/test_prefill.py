@@ -63,25 +63,6 @@ def test_p37_p38_one_recording_serves_every_split_and_live_count_bitwise(prefill
 
 
 @backends
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(splits(), min_size=1, max_size=3))
-def test_sliding_windows_are_bitwise_too_and_agree_with_live_eager(window_prefills, backend, steps):
-    """Two pools, each with a plan of its own; pages that a window has left are not mapped any more."""
-    one = (
-        window_prefills.made[0] if window_prefills.made else window_prefills(backend, BUCKETS, settings=ROOM)
-    )
-    for spans in steps:
-        if sum(length for *_, length in spans) > 1:
-            before = one.cache()
-            got = check(one, spans)
-            one.restore(before)
-            free = one.step(spans, one.runner.run_live_eager)
-            torch.testing.assert_close(got, free, rtol=1e-4, atol=1e-5)
-    assert one.runner.coverage().reasons == {}
-    assert one.runner.inputs == (*INPUTS, "window_out_slots")
-
-
-@backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_every_live_count_of_every_bucket_is_bitwise(prefills, backend, dtype):
     one = prefills(backend, BUCKETS, dtype=dtype, settings=ROOM)
@@ -141,9 +122,9 @@ def test_p27_b25_nothing_but_the_requests_own_tokens_is_read(prefills, backend):
     clean = one.step(spans)
     one.restore(before)
     known = {slot for row, start, length in spans for slot in one.slots_of(row)[: start + length]}
-    unknown = [slot for slot in range(one.kv.keys.shape[1]) if slot not in known]
-    one.kv.keys[:, unknown] = float("nan")
-    one.kv.values[:, unknown] = float("nan")
+    unknown = [slot for slot in range(one.kv.full.keys.shape[1]) if slot not in known]
+    one.kv.full.keys[:, unknown] = float("nan")
+    one.kv.full.values[:, unknown] = float("nan")
     assert same_bits(one.step(spans), clean) and not clean.isnan().any()
 
 
@@ -198,8 +179,8 @@ def test_above_the_largest_bucket_is_eager_with_the_facts(prefills, backend):
     one = prefills(backend, (4, 8), settings=ROOM)
     check_eager_alike(one, [(1, 0, 9)])
     coverage = one.runner.coverage()
-    assert coverage.reasons == {"ABOVE_LARGEST": 1}
-    assert coverage.last_facts["ABOVE_LARGEST"] == "size 9, largest bucket 8"
+    assert coverage.reasons == {"ABOVE_LIMIT": 1}
+    assert coverage.last_facts["ABOVE_LIMIT"] == "9 tokens, captured up to 8"
 
 
 def test_more_requests_or_cached_tokens_than_the_axis_holds_are_eager_with_the_facts(prefills):
@@ -229,7 +210,7 @@ def test_p39_p45_what_a_step_derives_is_fetched_anew_by_the_next_one(prefills, b
     spans = [(1, 9, 4)]
     first = one.step(spans)
     assert one.runner.live.spans == () and not one.runner.live._plans
-    one.kv.page_table[1] = one.kv.page_table[2]
+    one.kv.full.page_table[1] = one.kv.full.page_table[2]
     again = check(one, spans)
     assert not torch.equal(again, first)
 
@@ -257,9 +238,9 @@ def test_p40_decode_and_prefill_of_one_group_never_serve_each_other(world, prefi
 def test_p44_p28_warm_ups_and_example_batches_leave_live_kv_as_it_was(prefills, backend):
     """Stands for P44 too: this model keeps no recurrent state, so the cache is all that an example could spoil."""
     one = prefills(backend, BUCKETS, settings=ROOM, warmups=3)
-    before, table = one.cache(), one.kv.page_table.clone()
+    before, table = one.cache(), one.kv.full.page_table.clone()
     one.runner.capture()
-    assert same_bits(one.cache()[:, :, 1:], before[:, :, 1:]) and torch.equal(one.kv.page_table, table)
+    assert same_bits(one.cache()[:, :, 1:], before[:, :, 1:]) and torch.equal(one.kv.full.page_table, table)
     check(one, [(4, 11, 5), (2, 0, 1)])
 
 
@@ -347,7 +328,7 @@ def test_p55_a_narrower_cache_does_not_narrow_what_attention_returns(prefills, b
     one = prefills(backend, BUCKETS, kv_dtype=torch.bfloat16, settings=ROOM)
     for spans in SPLITS:
         assert check(one, spans).dtype == torch.float32
-    assert one.kv.keys.dtype == torch.bfloat16
+    assert one.kv.full.keys.dtype == torch.bfloat16
     half = prefills(backend, BUCKETS, kv_dtype=torch.bfloat16, dtype=torch.bfloat16, settings=ROOM)
     assert half.step(SPLITS[0]).dtype == torch.bfloat16
 
@@ -500,7 +481,7 @@ def test_closing_gives_the_groups_pool_back(prefills, backend):
 def test_b64_with_the_cache_full_a_padded_batch_is_captured_lazily_and_replays(prefills, backend):
     """Every page belongs to a request; what padding and examples point at was set aside when the cache was made."""
     one = prefills(backend, BUCKETS, lazy=True, settings=ROOM)
-    assert sorted(one.kv.page_table[1:].flatten().tolist()) == list(range(1, 33)), "no page is free"
+    assert sorted(one.kv.full.page_table[1:].flatten().tolist()) == list(range(1, 33)), "no page is free"
     assert one.runner.captured.captured_sizes == [] and one.runner.captured.unused_sizes == list(BUCKETS)
     for spans in SPLITS:
         check(one, spans)

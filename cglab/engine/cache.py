@@ -1,0 +1,44 @@
+"""The cache of an engine between its two descriptions: sizes for the scheduler, tensors for the model."""
+
+from __future__ import annotations
+
+import torch
+
+from cglab.engine.memory import CacheLayout
+from cglab.models.config import ModelConfig
+from cglab.models.kv import PagedKV
+
+
+def paged_kv(
+    layout: CacheLayout, config: ModelConfig, *, device: torch.device, dtype: torch.dtype
+) -> PagedKV:
+    """A zeroed cache of these sizes.
+
+    Args:
+        layout: its sizes; the window is the model's.
+        config: the decoder's shape.
+        device: where the tensors live.
+        dtype: element type of keys and values.
+
+    Raises:
+        InputError: if the layout has a window pool and the model no window layers, or the other way round.
+    """
+    return PagedKV(
+        config, pages=layout.pages, page_size=layout.page_size, rows=layout.rows, max_context=layout.max_context,
+        window_pages=None if layout.window is None else layout.window_pages, device=device, dtype=dtype,
+    )  # fmt: skip
+
+
+def layout_of(kv: PagedKV, max_context: int) -> CacheLayout:
+    """The sizes of a cache.
+
+    Args:
+        kv: the cache.
+        max_context: longest request in tokens, at most what a row of the page table holds.
+    """
+    size, sliding = kv.page_size, kv.sliding
+    return CacheLayout(
+        kv.full.keys.shape[1] // size, size, len(kv.full.page_table), max_context,
+        window=None if sliding is None else sliding.window,
+        window_pages=0 if sliding is None else sliding.keys.shape[1] // size,
+    )  # fmt: skip
