@@ -57,7 +57,7 @@ def test_decode_steps_have_parts_too(lab):
 
 @pytest.mark.parametrize(
     ("arms", "tokens", "told"),
-    [(["eager"], 12, "backend_eager"), (["breakable"], 3, "waste_ceiling"), (["full"], 40, "above_largest")],
+    [(["eager"], 12, "backend_eager"), (["breakable"], 3, "waste_ceiling"), (["full"], 40, "above_limit")],
 )
 def test_a_step_that_runs_eager_has_no_parts_and_the_reason_is_said(lab, arms, tokens, told):
     with pytest.raises(InputError, match=told):
