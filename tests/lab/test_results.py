@@ -38,7 +38,7 @@ def test_a_sweep_takes_every_bucket_by_default(lab):
 
 
 def test_a_profile_that_was_saved_is_read_again(lab, tmp_path):
-    made = lab.profile("decode", ("eager", "full"), batch=2, context=20, repeats=2, save=tmp_path)
+    made = lab.profile("decode", ("eager", "full"), batch=2, context=20, steps=2, save=tmp_path)
     again = recorded_profile("decode", tmp_path)
     assert (again.technique, again.model, again.workload) == ("decode", "pico-gqa", made.workload)
     assert again.bars().drop(columns=["arm"]).equals(made.bars().drop(columns=["arm"]))
@@ -47,7 +47,7 @@ def test_a_profile_that_was_saved_is_read_again(lab, tmp_path):
 
 
 def test_a_damaged_recorded_profile_is_named(lab, tmp_path):
-    lab.profile("decode", ("eager",), batch=1, context=20, repeats=1, save=tmp_path)
+    lab.profile("decode", ("eager",), batch=1, context=20, steps=1, save=tmp_path)
     trace_path(tmp_path, "decode", "eager").write_bytes(b"")
     with pytest.raises(ResultsError, match="decode-eager"):
         recorded_profile("decode", tmp_path)
@@ -63,7 +63,7 @@ def test_no_recorded_profile_is_an_empty_one(tmp_path):
 
 def test_a_profile_explains_nothing_without_device_records(lab):
     comparison = lab.compare("decode", ("eager", "full"), batch=2, context=20, repeats=1)
-    profile = lab.profile("decode", ("eager", "full"), batch=2, context=20, repeats=1)
+    profile = lab.profile("decode", ("eager", "full"), batch=2, context=20, steps=1)
     assert profile.explain(comparison).startswith("no prediction: the trace has no device records")
 
 
