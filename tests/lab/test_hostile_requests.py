@@ -128,3 +128,21 @@ def test_sizes_are_whole_numbers(lab, sizes):
 def test_a_sweep_is_shared_by_whole_requests(lab, requests):
     with pytest.raises(InputError, match="at least 1"):
         lab.sweep("prefill", requests=requests)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [b"abc"]], ids=str)
+def test_what_is_no_prompt_is_refused(lab, prompts):
+    with pytest.raises(InputError, match="give a string"):
+        lab.generate(prompts, 1)
+
+
+@pytest.mark.parametrize(
+    "ask", ["memory", "coverage", "max_context", "prefix_reuse_reason", "engine", "model"]
+)
+def test_a_closed_lab_says_so(ask):
+    lab = cglab.open("pico-gqa", device="cpu", max_batch=1)
+    lab.close()
+    with pytest.raises(ClosedError, match="open it again"):
+        value = getattr(lab, ask)
+        value()
+    assert not hasattr(lab, "nothing_of_this_name")
