@@ -19,9 +19,10 @@ from torch import Tensor
 from cglab.engine.batches import Batch, DecodeBatch, PrefillBatch, SchedulerOptions
 from cglab.engine.cache import layout_of
 from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
-from cglab.engine.requests import GREEDY, Event, Generation, Request, Sampling, Timings
+from cglab.engine.requests import GREEDY, Event, Generation, Request, Sampling, Timings, check_request, listed
 from cglab.engine.scheduler import Scheduler
 from cglab.engine.segments import ForwardSegments
+from cglab.engine.weights import KnownWeights
 from cglab.errors import InputError
 from cglab.graphs.clocks import clock_for
 from cglab.models.decoder import Decoder
@@ -80,7 +81,7 @@ class Engine:
         self.scheduler = Scheduler(layout_of(kv, self.max_context), options)
         self.now: Callable[[], float] = time.perf_counter
         self.segments = ForwardSegments(clock_for(kv.device), now=self.now)
-        self._weights = 0
+        self._weights = KnownWeights(model)
         self._watchers: list[list[StepRecord]] = []
         self._ended: list[Event] = []
 
@@ -100,6 +101,7 @@ class Engine:
         Raises:
             InputError: for unknown token ids, or a request that can never run.
         """
+        check_request(request)
         vocabulary = self.model.config.vocab_size
         if request.prompt and not (min(request.prompt) >= 0 and max(request.prompt) < vocabulary):
             raise InputError(
@@ -107,18 +109,15 @@ class Engine:
                 "encode it with this model's tokenizer"
             )
         if self.idle:
-            self._forget_other_weights()
+            self._forget_other_weights(thorough=False)
         event = self.scheduler.add(request, self.now())
         if event is not None:
             self._ended.append(event)
 
-    def _forget_other_weights(self) -> None:
+    def _forget_other_weights(self, *, thorough: bool) -> None:
         """Cached prefixes were computed with the weights of then: with others they would be wrong without a word."""
-        # The version counts writes in place, and torch tells it nowhere else.
-        weights = hash(tuple((p.data_ptr(), p._version) for p in self.model.parameters()))  # noqa: SLF001
-        if weights != self._weights:
+        if self.scheduler.prefix_reuse_reason is None and self._weights.changed(thorough=thorough):
             self.flush_cache()
-        self._weights = weights
 
     def cancel(self, request: Request) -> None:
         """Ends a request early; that too is an event of the next step. Nothing happens to one that has ended."""
@@ -131,7 +130,7 @@ class Engine:
         if self.scheduler.in_flight is not None:
             self.scheduler.fail(self.scheduler.in_flight, self.now())
         for request in requests:
-            if request.arrived_at is not None:
+            if request in self.scheduler.running or request in self.scheduler.waiting:
                 self.scheduler.cancel(request, self.now())
         self._ended.clear()
 
@@ -219,10 +218,13 @@ class Engine:
         """
         if not self.idle:
             raise InputError("other requests are in flight; let them end, or submit these and call step")
+        requests = listed(requests)
+        self._forget_other_weights(thorough=True)
         try:
             for request in requests:
                 self.submit(request)
-            while not self.idle:
+            # Not until idle: while the caller looked at the last event, others may have come.
+            while self._ended or any(request.finish is None for request in requests):
                 yield from self.step()
         finally:
             self.abandon(requests)

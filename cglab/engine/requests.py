@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from statistics import median
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from cglab.errors import InputError
 from cglab.graphs.coverage import Coverage
 
 SEEDS: Final = 1 << 63  # seeds travel to the device as int64
+HOTTEST: Final = 1e30  # noise of float32 times a temperature must stay finite, or the first token always wins
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +20,23 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: what logits are divided by before drawing; 0 takes the most likely token.
+        temperature: what logits are divided by before drawing, 0 to 1e30; 0 takes the most likely token.
         seed: of the draws, 0 to 2^63 - 1; the same seed and tokens give the same draws in any batch.
 
     Raises:
-        InputError: for a temperature that is negative or not finite, or a seed out of range.
+        InputError: for a temperature that is no number or out of range, or such a seed.
     """
 
     temperature: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        heat = self.temperature
+        if isinstance(heat, bool) or not (isinstance(heat, Real) and 0 <= heat <= HOTTEST):
             raise InputError(
-                f"temperature must be a finite number of at least 0, got {self.temperature!r}; 0 is greedy"
+                f"temperature must be a finite number from 0 to {HOTTEST:g}, got {heat!r}; 0 is greedy"
             )
-        if not (isinstance(self.seed, int) and 0 <= self.seed < SEEDS):
+        if isinstance(self.seed, bool) or not (isinstance(self.seed, int) and 0 <= self.seed < SEEDS):
             raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed!r}")
 
 
@@ -122,6 +125,40 @@ class Request:
     def end(self, finish: str, now: float) -> None:
         """Notes why and when it ended."""
         self.finish, self.finished_at = finish, now
+
+
+def listed(requests: Iterable[Request]) -> list[Request]:
+    """Requests as a list of their own.
+
+    Raises:
+        InputError: for what holds none.
+    """
+    if not isinstance(requests, Iterable):
+        raise InputError(f"requests come in a list, got a {type(requests).__name__}; give [Request(...)]")
+    return list(requests)
+
+
+def check_request(request: Request) -> None:
+    """Refuses what would fail in the middle of a step, or be computed as something else.
+
+    Raises:
+        InputError: for what is no request, or has a field of another kind.
+    """
+    if not isinstance(request, Request):
+        raise InputError(f"a {type(request).__name__} is no request; give a Request")
+    prompt, limit, what = request.prompt, request.limit, f"prompt {request.index}"
+    if not isinstance(prompt, list) or not all(issubclass(kind, Integral) for kind in set(map(type, prompt))):
+        raise InputError(
+            f"{what} must be a list of whole token ids, got a {type(prompt).__name__}: encode it"
+        )
+    if isinstance(limit, bool) or not isinstance(limit, Integral):
+        raise InputError(f"{what} may add {limit!r} tokens; give a whole number of at least 0")
+    if not isinstance(request.sampling, Sampling):
+        raise InputError(f"{what} is sampled by {request.sampling!r}; give a Sampling(temperature, seed)")
+    if isinstance(request.stops, str) or not isinstance(request.stops, Collection):
+        raise InputError(f"{what} stops at {request.stops!r}; give a set of token ids")
+    if request.output and request.arrived_at is None:
+        raise InputError(f"{what} has output before it ran; make it part of the prompt")
 
 
 @dataclass(frozen=True, slots=True)

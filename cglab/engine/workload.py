@@ -85,8 +85,10 @@ def steady_decode(engine: Engine, batch: int, context: int, *, seed: int = 0) ->
         seed: of the prompts.
 
     Raises:
-        InputError: if they do not fit the cache, or there is no request or no token before the new one.
+        InputError: if they do not fit the cache, there is no request or no token before the new one, or the
+            engine has requests of others.
     """
+    _require_idle(engine)
     if batch < 1 or context < 2:
         raise InputError(f"a step needs batch >= 1 and context >= 2, got {batch} and {context}")
     if batch > engine.largest_batch:
@@ -127,8 +129,9 @@ def steady_prefill(
         seed: of the prompts.
 
     Raises:
-        InputError: if they do not fit the cache or a step, or cannot be split so.
+        InputError: if they do not fit the cache or a step, cannot be split so, or the engine has requests of others.
     """
+    _require_idle(engine)
     budget, page = engine.scheduler.options.token_budget, engine.kv.page_size
     if requests < 1 or tokens < requests or tokens % requests or cached < 0 or cached % page:
         raise InputError(
@@ -158,6 +161,12 @@ def steady_prefill(
         yield PrefillStep(spans, step_inputs(chunks, names, engine.kv))
     finally:
         engine.abandon(waiting)
+
+
+def _require_idle(engine: Engine) -> None:
+    """Requests of others would be part of the step, lose their tokens to it, and end with it."""
+    if not engine.idle:
+        raise InputError("other requests are in flight; let them end before a step is measured")
 
 
 def _planned(engine: Engine) -> tuple[Chunk, ...]:

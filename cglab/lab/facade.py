@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -95,8 +95,7 @@ class Lab:
 
     def runner(self, mode: str | None = None, name: str = "decode") -> Runner[Any]:
         """The runner of a technique and mode (the toggle's own by default), captured on first use."""
-        self._require_open()
-        return self.phases.runner(name, mode)
+        return self.phases.runner(name, mode)  # a closed lab has no phases, and says so
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of prompts that are text or token ids already.
@@ -108,8 +107,8 @@ class Lab:
 
     def sample_prompts(self, count: int = 2) -> list[Any]:
         """Prompts that this model can take: code where it has a tokenizer, token ids otherwise."""
-        vocabulary, has_text = self.config.vocab_size, self.tokenizer is not None
-        return sample_prompts(count, vocabulary=vocabulary, has_text=has_text)
+        has_text = self.tokenizer is not None
+        return sample_prompts(count, vocabulary=self.config.vocab_size, has_text=has_text)
 
     def generate(
         self,
@@ -282,6 +281,11 @@ class Lab:
             torch.cuda.empty_cache()
         return self._memory() - self._before
 
+    def __getattr__(self, name: str) -> NoReturn:  # of what is not there, such as what close() gave back
+        if name in ("engine", "model", "phases") and self.__dict__.get("_closed"):
+            self._require_open()
+        raise AttributeError(f"a Lab has no {name!r}")
+
     def __enter__(self) -> Self:
         return self
 
@@ -289,8 +293,8 @@ class Lab:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"{self.captures}, buckets {self.buckets[0]} to {self.buckets[-1]}"
-        if not self._closed and self.prefix_reuse_reason:
-            state += f"; no prefix reuse: {self.prefix_reuse_reason}"
-        state = "closed" if self._closed else state
+        if self._closed:
+            return f"Lab({self.name}, {self.weights} weights, {self.device}, {self.dtype}; closed)"
+        why = f"; no prefix reuse: {self.prefix_reuse_reason}" if self.prefix_reuse_reason else ""
+        state = f"{self.captures}, buckets {self.buckets[0]} to {self.buckets[-1]}{why}"
         return f"Lab({self.name}, {self.weights} weights, {self.device}, {self.dtype}; {state})"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cglab.engine.load import Load
+from cglab.errors import ClosedError
 from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
@@ -68,6 +69,7 @@ class LabPhases:
         self.buckets, self.prefill_buckets, self.options = buckets, prefill_buckets, options
         self._decode: dict[str, DecodeRunner] = {}
         self._prefill: dict[str, PrefillRunner] = {}
+        self._closed = False
 
     def decode(self, mode: str | None = None, *, sampling: bool = False) -> DecodeRunner:
         """The decode runner of a mode (the toggle's own by default), captured on first use."""
@@ -102,6 +104,8 @@ class LabPhases:
         return self.prefill(mode) if technique(name).name == "prefill" else self.decode(mode)
 
     def _mode(self, name: str, mode: str | None) -> str:
+        if self._closed:
+            raise ClosedError("the lab was closed and captures nothing any more; open it again")
         return technique(name).check(mode or getattr(self.captures, name) or "eager")
 
     @property
@@ -124,6 +128,7 @@ class LabPhases:
 
     def close(self) -> None:
         """Gives recordings and buffers back; the group is closed by whoever made it."""
+        self._closed = True
         runners: list[Runner[Any]] = [*self._decode.values(), *self._prefill.values()]
         for runner in runners:
             runner.close()

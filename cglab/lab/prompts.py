@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -53,14 +53,22 @@ def encode(prompts: Prompts, tokenizer: Tokenizer | None, model: str) -> list[li
     Raises:
         InputError: for text without a tokenizer, or a prompt of another kind.
     """
-    listed: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
+    if not isinstance(prompts, Iterable):
+        raise InputError(
+            f"prompts are a {type(prompts).__name__}; give a string, or a list of strings or token ids"
+        )
+    listed: Iterable[Any] = [prompts] if isinstance(prompts, str) else prompts
     result = []
     for index, prompt in enumerate(listed):
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise InputError(f"{model} has no tokenizer: give prompts as lists of token ids")
             result.append(list(tokenizer.encode(prompt)))
-        elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+        elif (
+            isinstance(prompt, Sequence)
+            and not isinstance(prompt, bytes | bytearray)
+            and all(isinstance(token, int) for token in prompt)
+        ):
             result.append(list(prompt))
         else:
             kind = type(prompt).__name__

@@ -78,6 +78,10 @@ class StepSizes:
         """
         if name == "decode":
             return list(self.buckets)
+        if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
+            raise ToggleError(
+                f"requests={requests!r} share no step of {name}; give a whole number of at least 1"
+            )
         sizes = [self.largest(name, requests) // requests * requests]
         while (smaller := sizes[-1] // 4 // requests * requests) >= SHORTEST:
             sizes.append(smaller)
@@ -102,6 +106,9 @@ def fixed_step(
     known = SIZES[name]
     if wrong := sorted(key for key, value in given.items() if value is not None and key not in known):
         raise ToggleError(f"{name} has no size {wrong[0]!r}; good names: {', '.join(known)}")
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise ToggleError(f"{key}={value!r} is no size of {name}; give a whole number")
     chosen = {key: sizes.default(key) if (value := given.get(key)) is None else value for key in known}
     return (steady_decode if name == "decode" else steady_prefill)(engine, **chosen)
 

@@ -283,7 +283,8 @@ slots = {"x": cglab.Slot(shape=(-1, 1), dtype=torch.float32, pad=0.0)}
 warnings.simplefilter("ignore")
 with cglab.capture(step, slots=slots, buckets=(1, 2, 4, 32, 64)) as captured:
     captured(x=torch.ones(1, 1, device="cuda"))
-    print(captured.captured_sizes, sorted(captured.failures))
+    sizes, failed = set(captured.captured_sizes), {int(name) for name in captured.failures}
+    print({1, 2} <= sizes, {32, 64} <= failed, sizes ^ failed == {1, 2, 4, 32, 64})
     print(captured(x=torch.full((2, 1), 3.0, device="cuda")).tolist(), captured.coverage().captured)
 strict = cglab.capture(step, slots=slots, buckets=(64,), strict=True)
 try:
@@ -295,9 +296,7 @@ print(torch.ones(2**20, device="cuda").sum().item() == 2**20)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])})  # fmt: skip
-    assert done.stdout.splitlines() == ["[1, 2, 4] ['32', '64']", "[[3.0], [3.0]] 2", "True", "True"], (
-        done.stderr
-    )
+    assert done.stdout.splitlines() == ["True True True", "[[3.0], [3.0]] 2", "True", "True"], done.stderr
 
 
 def layers(x):

@@ -156,7 +156,8 @@ def test_b54_three_of_six_buckets_fit_and_the_others_are_named():
 
 @pytest.mark.gpu
 def test_b54_on_a_gpu_what_fits_is_kept_and_the_others_are_named(cuda, root):
-    """In a process of its own: a limit of memory is one of the process, whatever other tests left in it."""
+    """In a process of its own, as a limit of memory is one of the process. Whether 4 rows fit beside the allocator's
+    cache is its own affair; whatever does not fit is named."""
     script = """
 import torch, warnings, cglab
 total = torch.cuda.get_device_properties(0).total_memory
@@ -166,12 +167,14 @@ slots = {"x": cglab.Slot(shape=(-1, 1), dtype=torch.float32, pad=0.0)}
 with cglab.capture(step, slots=slots, buckets=(1, 2, 4, 32, 64, 128)) as captured, warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     captured(x=torch.ones(1, 1, device="cuda"))
-    print(captured.captured_sizes, sorted(captured.failures))
-    print(all("memory ran out" in str(each.message) for each in caught), len(caught))
+    sizes, failed = set(captured.captured_sizes), {int(name) for name in captured.failures}
+    print({1, 2} <= sizes, {32, 64, 128} <= failed, sizes ^ failed == {1, 2, 4, 32, 64, 128})
+    told = [str(each.message) for each in caught if "memory ran out" in str(each.message)]
+    print(all(any(f"bucket {size}: " in each for each in told) for size in failed))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])})  # fmt: skip
-    assert done.stdout.splitlines() == ["[1, 2, 4] ['128', '32', '64']", "True 3"], done.stderr
+    assert done.stdout.splitlines() == ["True True True", "True"], done.stderr
 
 
 def routed(x, mask):
