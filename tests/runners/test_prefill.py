@@ -12,6 +12,7 @@ from cglab.graphs.coverage import Reason
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.out_forms import same_bits
 from cglab.models import spans as spans_module
+from cglab.models.loading import random_model
 from cglab.models.spans import Span
 from cglab.runners.decode import DecodeRunner
 from cglab.runners.prefill import INPUTS, REQUEST_AXIS, PrefillRunner
@@ -283,7 +284,8 @@ def test_p47_a_capture_patches_nothing_whether_it_succeeds_or_fails(prefills, ba
         ]
 
     one = prefills(backend, BUCKETS, settings=ROOM)
-    before = functions(one.model)
+    before = functions(random_model(one.config, device=one.device, dtype=torch.float32))  # never captured
+    assert functions(one.model) == before
     one.step([(1, 0, 5)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one.kv.full, "write", broken)
