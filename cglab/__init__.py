@@ -16,7 +16,10 @@ __version__ = "0.1.0"
 
 # Public name -> where it lives: a module, or "module:attribute".
 _HOMES = {
+    "Load": "cglab.engine.load:Load",
     "Padding": "cglab.graphs.slots:Padding",
+    "Request": "cglab.engine.requests:Request",
+    "Sampling": "cglab.engine.requests:Sampling",
     "Slot": "cglab.graphs.slots:Slot",
     "capture": "cglab.graphs.capture:capture",
     "doctor": "cglab.graphs.doctor:doctor",
@@ -27,7 +30,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "Load",
     "Padding",
+    "Request",
+    "Sampling",
     "Slot",
     "__version__",
     "capture",

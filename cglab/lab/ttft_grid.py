@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -66,14 +66,18 @@ class Probe:
 
 def grid(sizes: Sequence[tuple[int, int]], concurrencies: Sequence[int]) -> list[Point]:
     """All points, from the largest step to the smallest: buckets are captured on first use, best largest first."""
-    points = [Point(tokens, cached, many) for tokens, cached in sizes for many in concurrencies]
+    return in_order(Point(tokens, cached, many) for tokens, cached in sizes for many in concurrencies)
+
+
+def in_order(points: Iterable[Point]) -> list[Point]:
+    """Points from the largest step to the smallest."""
     return sorted(points, key=lambda point: (-point.tokens * point.concurrency, point.cached))
 
 
-FULL_GRID = [
+FULL_GRID = in_order([
     *grid(((128, 0), (512, 0), (2048, 0), (8192, 0), (1024, 8192)), (1, 4, 16)),
     *grid(((256, 0), (768, 0), (1024, 0), (1536, 0)), (1,)),  # where the crossover lies
-]
+])  # fmt: skip
 QUICK_GRID = grid(((16, 0), (48, 0), (16, 32)), (1, 3))
 
 

@@ -3,6 +3,7 @@ import torch
 
 import cglab
 from cglab.errors import BreakRefusedError, InputError
+from cglab.models import spans
 from cglab.models.attention import DecodeAttention, LiveRows
 from cglab.models.kv import PagedKV
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
@@ -123,7 +124,13 @@ def test_p53_padded_rows_of_a_break_are_zero_and_live_rows_do_not_change(started
     assert torch.equal(outputs[1][2:], torch.zeros(2, 96))
 
 
-def test_p54_without_live_rows_only_the_reserved_slot_is_written_and_the_output_is_zero(started):
+def test_p54_without_live_rows_no_kernel_runs_and_the_output_is_zero(started, monkeypatch):
+    def called(*args, **options):
+        pytest.fail("attention over no rows")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", called)
+    for form in ("portable", "varlen_kernel"):
+        monkeypatch.setattr(spans, form, called)
     runner, _ = started
     before = runner.kv.full.keys.clone()
     heads = torch.randn(2, 6, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 16)

@@ -12,6 +12,7 @@ from cglab.graphs.coverage import Reason
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.out_forms import same_bits
 from cglab.models import spans as spans_module
+from cglab.models.loading import random_model
 from cglab.models.spans import Span
 from cglab.runners.decode import DecodeRunner
 from cglab.runners.prefill import INPUTS, REQUEST_AXIS, PrefillRunner
@@ -238,6 +239,7 @@ def test_p40_decode_and_prefill_of_one_group_never_serve_each_other(world, prefi
 def test_p44_p28_warm_ups_and_example_batches_leave_live_kv_as_it_was(prefills, backend):
     """Stands for P44 too: this model keeps no recurrent state, so the cache is all that an example could spoil."""
     one = prefills(backend, BUCKETS, settings=ROOM, warmups=3)
+    one.restore(torch.randn_like(one.cache()))  # other than what the first capture may have left
     before, table = one.cache(), one.kv.full.page_table.clone()
     one.runner.capture()
     assert same_bits(one.cache()[:, :, 1:], before[:, :, 1:]) and torch.equal(one.kv.full.page_table, table)
@@ -282,7 +284,8 @@ def test_p47_a_capture_patches_nothing_whether_it_succeeds_or_fails(prefills, ba
         ]
 
     one = prefills(backend, BUCKETS, settings=ROOM)
-    before = functions(one.model)
+    before = functions(random_model(one.config, device=one.device, dtype=torch.float32))  # never captured
+    assert functions(one.model) == before
     one.step([(1, 0, 5)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one.kv.full, "write", broken)
