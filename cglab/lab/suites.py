@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -97,4 +98,6 @@ def gpu_tests(
     """
     progress("tests that need a CUDA device")
     layers = ("graphs",) if quick else ("graphs", "models", "runners", "engine", "measure", "lab")
-    return _record("gpu-tests", ["-m", "gpu", *(f"tests/{layer}" for layer in layers)], device)
+    # Most of the time goes into processes that start and graphs that are captured, so a few workers share a device well.
+    workers = ["-n", "6"] if find_spec("xdist") else []
+    return _record("gpu-tests", ["-m", "gpu", *workers, *(f"tests/{layer}" for layer in layers)], device)
