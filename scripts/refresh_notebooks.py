@@ -96,6 +96,8 @@ def _cell_problems(cell: NotebookNode) -> Iterator[str]:
     length = len(cell.source.strip().splitlines())
     if length > LONGEST_CELL:
         yield f"has {length} lines, more than {LONGEST_CELL}: move code into the library"
+    if is_checked(cell) and any(output.output_type == "execute_result" for output in cell.outputs):
+        yield "is checked and ends in a value, whose text may differ by machine: print it as a fact, or assign it"
     may_raise = "raises-exception" in cell.metadata.get("tags", [])
     for output in cell.outputs:
         if output.output_type == "error" and not may_raise:

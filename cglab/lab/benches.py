@@ -76,7 +76,7 @@ def parity(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     cases: int = 2000,
     seed: int = 0,
-) -> list[Record]:
+) -> Iterator[Record]:
     """Random sequences of batches of each technique against the three oracles, a quarter as many in low precision.
 
     Args:
@@ -87,21 +87,20 @@ def parity(
         dtypes: of weights and computation.
         cases: sequences in float32.
         seed: of the sequences.
+
+    Yields:
+        A record for each technique and dtype.
     """
-    records, run = [], new_run()
-    cases = 20 if quick else cases
+    run, cases = new_run(), 20 if quick else cases
     for name, dtype in product(techniques, dtypes):
         progress(f"parity of {name} in {dtype}")
         count = cases if dtype == torch.float32 else max(cases // 4, 1)
         found = check_technique(name, count, device=device, dtype=dtype, seed=seed)
-        records.append(
-            make_record(
-                bench="parity", arm=name, device=device, run=run, model="pico-gqa", weights="trained",
-                dtype=found.dtype, workload={"cases": found.cases, "seed": seed}, metrics=_flat(found),
-                notes="; ".join(map(str, found.mismatches[:3])),
-            )
+        yield make_record(
+            bench="parity", arm=name, device=device, run=run, model="pico-gqa", weights="trained",
+            dtype=found.dtype, workload={"cases": found.cases, "seed": seed}, metrics=_flat(found),
+            notes="; ".join(map(str, found.mismatches[:3])),
         )  # fmt: skip
-    return records
 
 
 def requests(

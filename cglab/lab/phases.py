@@ -18,7 +18,7 @@ from cglab.runners.base import GraphGroup, Runner
 from cglab.runners.decode import DecodeRunner
 from cglab.runners.prefill import PrefillRunner
 
-PREFILL_LIMIT = 1024
+PREFILL_LIMIT = 512
 """Tokens up to which prefill steps are captured by default: beyond it a graph wins nothing, and padding costs.
 
 It is the crossover of one request at a time, ``qwen3-8b`` on an H200: the record of ``cglab bench ttft`` (arm

@@ -60,8 +60,8 @@ def planner(
                 )
                 if large if keep is None else keep:
                     trace.save()
-                progress(f"{name}: cost of {len(lab.prefill_buckets)} prefill buckets")
-                costs["prefill"] = prefill_costs(lab)
+                progress(f"{name}: cost of prefill buckets")
+                costs["prefill"] = prefill_costs(lab, spread(lab.engine.scheduler.options.token_budget))
                 for phase in trace.phases:
                     found = plan(trace, phase, costs[phase])
                     yield from _records(lab, found, run)
@@ -75,6 +75,11 @@ def decode_costs(lab: Lab) -> MeasuredCosts:
         with steady_decode(lab.engine, size, min(CONTEXT, lab.max_context)) as step:
             step_ms[size], eager_ms[size] = (_step_ms(lab, runner, step) for runner in (full, eager))
     return measured_costs(full.captured.ledger, step_ms, eager_ms)
+
+
+def spread(largest: int) -> list[int]:
+    """Sizes from 1 to ``largest``, each twice the one before: every step of a trace lies between two of them."""
+    return [*(2**power for power in range(largest.bit_length()) if 2**power < largest), largest]
 
 
 def prefill_costs(lab: Lab, buckets: Sequence[int] | None = None) -> MeasuredCosts:

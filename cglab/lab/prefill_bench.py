@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cglab.engine.workload import PrefillStep, steady_prefill
-from cglab.graphs.buckets import padding_waste
+from cglab.graphs.buckets import padding_waste, sglang_prefill
 from cglab.graphs.options import Options
 from cglab.lab.facade import Lab
 from cglab.lab.opening import open_lab
@@ -67,7 +67,10 @@ def prefill(
     run = new_run()
     for name in names:
         progress(f"{name}: open")
-        with open_lab(name, device=device, max_batch=2, max_context=context, token_budget=budget) as lab:
+        with open_lab(
+            name, device=device, max_batch=2, max_context=context, token_budget=budget,
+            prefill_buckets=sglang_prefill(budget),  # above the lab's own limit too
+        ) as lab:  # fmt: skip
             for tokens, cached in points:
                 progress(f"{name}: {tokens} tokens after {cached} cached")
                 with steady_prefill(lab.engine, tokens, cached) as step:

@@ -98,6 +98,6 @@ def gpu_tests(
     """
     progress("tests that need a CUDA device")
     layers = ("graphs",) if quick else ("graphs", "models", "runners", "engine", "measure", "lab")
-    # Most of the time goes into processes that start and graphs that are captured, so a few workers share a device well.
+    # Most of the time goes into starting processes and capturing, so a few workers share a device well.
     workers = ["-n", "6"] if find_spec("xdist") else []
     return _record("gpu-tests", ["-m", "gpu", *workers, *(f"tests/{layer}" for layer in layers)], device)

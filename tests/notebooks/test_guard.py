@@ -48,6 +48,10 @@ def test_good_notebook_has_no_problem(tmp_path):
     ("fault", "cells"),
     [
         ("never executed", [good_cell(execution_count=None)]),
+        (
+            "ends in a value",
+            [good_cell(outputs=[new_output("execute_result", data={"text/plain": "4"}, execution_count=1)])],
+        ),
         ("stores no output", [good_cell(outputs=[])]),
         ("stores no output", [good_cell("4", outputs=[], metadata={"tags": ["nbval-check-output"]})]),
         ("13 lines", [good_cell(CHECKED + "\nx = 1" * 11)]),
