@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cglab.engine.workload import PrefillStep, steady_prefill
-from cglab.graphs.buckets import padding_waste, sglang_prefill
+from cglab.graphs.buckets import bucket_list, padding_waste, sglang_prefill
 from cglab.graphs.options import Options
 from cglab.lab.facade import Lab
 from cglab.lab.opening import open_lab
@@ -69,7 +69,7 @@ def prefill(
         progress(f"{name}: open")
         with open_lab(
             name, device=device, max_batch=2, max_context=context, token_budget=budget,
-            prefill_buckets=sglang_prefill(budget),  # above the lab's own limit too
+            prefill_buckets=bucket_list(budget, sglang_prefill),  # above the lab's own limit too
         ) as lab:  # fmt: skip
             for tokens, cached in points:
                 progress(f"{name}: {tokens} tokens after {cached} cached")

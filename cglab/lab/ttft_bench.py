@@ -17,7 +17,7 @@ import torch
 
 from cglab.engine.load import Load
 from cglab.errors import InputError
-from cglab.graphs.buckets import sglang_prefill
+from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.lab.facade import Lab
 from cglab.lab.load_run import LoadRun
 from cglab.lab.opening import open_lab
@@ -60,7 +60,7 @@ def ttft(
         progress(f"{name}: open")
         with open_lab(
             name, device=device, max_batch=max(point.concurrency for point in points), max_context=context,
-            token_budget=None if large else 64, prefill_buckets=sglang_prefill(8192 if large else 64),
+            token_budget=None if large else 64, prefill_buckets=bucket_list(8192 if large else 64, sglang_prefill),
         ) as lab:  # fmt: skip
             probes = probe_steps(lab, points, progress)
             whole = f"{len(points)} points, about {INSTANCES * estimate(lab, points, probes):.0f} s in all"

@@ -558,7 +558,7 @@ def test_the_invariants_catch_planted_faults(fault, message):
         (lambda: CacheLayout.for_requests(0, 16, 16, budget=8), "1 pages and 1 rows leave none"),
         (lambda: CacheLayout.for_requests(1, -16, 16, budget=8), "1 pages and 2 rows leave none"),
         (lambda: CacheLayout.for_requests(1, 16, 16, budget=8, window=0), "window 0"),
-        (lambda: Sampling(-0.1), "temperature must be a finite number of at least 0, got -0.1"),
+        (lambda: Sampling(-0.1), "temperature must be a finite number from 0 to"),
         (lambda: Sampling(float("nan")), "got nan"),
         (lambda: Sampling(1.0, seed=-1), "seed must be a whole number from 0"),
         (lambda: Sampling(1.0, seed=1 << 63), "got 9223372036854775808"),

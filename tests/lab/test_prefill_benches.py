@@ -215,7 +215,7 @@ def test_the_plan_is_never_slower_than_sglangs_list_at_its_memory(one_load, tmp_
 def test_quick_traces_are_kept_nowhere(one_load, tmp_path, monkeypatch, root):
     monkeypatch.setenv("CGLAB_DATA", str(tmp_path))
     monkeypatch.setattr(planner_bench, "decode_costs", lambda lab: None)
-    monkeypatch.setattr(planner_bench, "prefill_costs", lambda lab: None)
+    monkeypatch.setattr(planner_bench, "prefill_costs", lambda lab, buckets: None)
     monkeypatch.setattr(planner_bench, "plan", lambda trace, phase, costs: None)
     monkeypatch.setattr(planner_bench, "_records", lambda lab, found, run: [found])
     assert (
@@ -223,6 +223,14 @@ def test_quick_traces_are_kept_nowhere(one_load, tmp_path, monkeypatch, root):
         == [None] * 2
     )
     assert not (tmp_path / "traces").exists()
+
+
+def test_steps_above_the_capture_limit_have_costs_too(one_load, monkeypatch):
+    """A lab captures up to its limit; a trace has longer steps, and the plan may serve them or leave them eager."""
+    monkeypatch.setattr("cglab.lab.phases.PREFILL_LIMIT", 8)
+    records = list(planner_bench.planner(CPU, quick=True, keep=False))
+    assert all(each.metrics["ok"] for each in records)
+    assert max(int(size) for size in records[0].workload["trace"]["phases"]["prefill"]) > 8
 
 
 @given(st.integers(1, 4096), st.integers(1, 16), st.integers(1, 600))
