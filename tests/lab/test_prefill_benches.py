@@ -76,9 +76,10 @@ def test_p40_ttft_arms_did_the_same_work_bit_for_bit(ttft):
 def test_ttft_is_queueing_and_prefill_of_every_request(ttft):
     for (_, _, concurrency), arms in points(ttft).items():
         for each in arms.values():
-            samples = each.samples
-            assert len(samples["ttft_ms"]) == 3 * each.workload["requests"] == 3 * max(4, 2 * concurrency)
-            assert set(samples["instance"]) == {0.0, 1.0, 2.0}
+            samples, turns = each.samples, 7 if each.metrics["flagged"] else 3  # slower: measured again
+            assert each.metrics["instances"] == turns and each.workload["requests"] == max(4, 2 * concurrency)
+            assert len(samples["ttft_ms"]) == turns * each.workload["requests"]
+            assert set(samples["instance"]) == set(range(turns))
             assert all(q <= t for q, t in zip(samples["queueing_ms"], samples["ttft_ms"], strict=True))
             assert 0 < each.metrics["prefill_ms"] <= max(samples["ttft_ms"])
             assert 0 < each.metrics["occupancy_percent"] <= 100
