@@ -85,7 +85,7 @@ def compare_logits(captured: Tensor, reference: Tensor, *, bound: float = 0.0) -
     Args:
         captured: ``[rows, vocab]`` or ``[steps, rows, vocab]``, any floating dtype.
         reference: same shape and dtype.
-        bound: largest absolute difference that is drift; see :func:`measured_bound`. With 0 only bitwise
+        bound: largest absolute difference that is drift; see :class:`cglab.measure.drift.Drift`. With 0 only bitwise
             passes (and zeros that differ in sign, which are drift of 0).
 
     Raises:
@@ -193,32 +193,6 @@ def compare_tokens(
         detail += f"; more than {limit:.0%} may not"
         return Parity(Verdict.CORRUPTED, **facts, step=step, row=row, detail=detail)
     return Parity(Verdict.DRIFT, **facts, step=step, row=row, detail=detail)
-
-
-def measured_bound(pairs: Iterable[tuple[Tensor, Tensor]], *, factor: float = 4.0) -> float:
-    """A drift bound from pairs of results that differ in rounding only.
-
-    Args:
-        pairs: the same rows computed in two orders (another batch size, another split), both correct.
-        factor: headroom over the largest difference seen.
-
-    Returns:
-        ``factor`` times the largest of the differences and of one rounding step at the largest magnitude.
-
-    Raises:
-        InputError: without pairs, or if one holds a value that is not finite, which is no rounding.
-    """
-    largest = -1.0
-    for one, other in pairs:
-        if not (one.numel() and one.isfinite().all() and other.isfinite().all()):
-            raise InputError(
-                "a drift bound is measured on finite results; leave out what is not, or is empty"
-            )
-        rounding = float(other.abs().max()) * torch.finfo(other.dtype).eps
-        largest = max(largest, rounding, float((one.double() - other.double()).abs().max()))
-    if largest < 0:
-        raise InputError("a drift bound needs at least one pair of results")
-    return factor * largest
 
 
 def worst(parities: Iterable[Parity]) -> Parity:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cglab.errors import InputError
-from cglab.measure.parity import Verdict, compare_logits, compare_tokens, measured_bound, worst
+from cglab.measure.drift import Drift
+from cglab.measure.parity import Verdict, compare_logits, compare_tokens, worst
 
 
 def split_sum(x, parts):
@@ -25,7 +26,9 @@ def test_b45_another_reduction_order_is_drift_and_a_wrong_buffer_is_corrupted():
         return split_sum(hidden[:, :, None, :] * weight, parts)
 
     weight = logits(0, 1, 16, 256)[0]
-    bound = measured_bound([(project(logits(1, vocab=256), 1), project(logits(1, vocab=256), 8))])
+    rounding = Drift()
+    rounding.allow("logits", project(logits(1, vocab=256), 1), project(logits(1, vocab=256), 8))
+    bound = rounding.bound("logits")
     hidden = logits(2, vocab=256)
     eager, graph = project(hidden, 1), project(hidden, 8)
 
@@ -139,15 +142,6 @@ def test_what_cannot_be_compared_is_refused():
     for bound in (-1.0, math.nan, math.inf):
         with pytest.raises(InputError, match="bound"):
             compare_logits(x, x, bound=bound)
-
-
-def test_measured_bound():
-    x = torch.tensor([100.0, 1.0])
-    assert measured_bound([(x, x)], factor=1.0) == pytest.approx(100 * torch.finfo(torch.float32).eps)
-    assert measured_bound([(x, x), (x + 0.5, x)], factor=2.0) == pytest.approx(1.0)
-    for pairs in ([], [(x, x * math.nan)], [(x[:0], x[:0])]):
-        with pytest.raises(InputError):
-            measured_bound(pairs)
 
 
 def oracle_logits(tokens, gap, vocab=10):
