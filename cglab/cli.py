@@ -152,6 +152,10 @@ def _parser() -> argparse.ArgumentParser:
     bench = add("bench", "measuring:bench", "measures one bench, arms in turns")
     bench.add_argument("name", metavar="NAME", help="the bench; an unknown name lists them all")
     bench.add_argument("--quick", action="store_true", help="fewer and smaller points")
+    bench.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE",
+        help="a setting of the bench, such as seed=2; may be given several times; an unknown one lists them",
+    )  # fmt: skip
     keep = bench.add_mutually_exclusive_group()
     keep.add_argument("--save", action="store_true", help="add the records to data/results")
     keep.add_argument("--record", type=Path, metavar="DIR", help="add the records to a file in this folder")

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from cglab import settings
+from cglab.commands.bench_settings import read_settings_of
 from cglab.commands.console import FAILS, HOLDS, Outcome, advance, note, progress_bar
 from cglab.errors import InputError
 from cglab.lab.benches import BENCHES
@@ -42,10 +43,12 @@ def bench(options: Namespace) -> Outcome:
     if chosen is None:
         known = "; ".join(f"{name} ({each.text})" for name, each in BENCHES.items())
         raise InputError(f"{options.name!r} is no bench; there are {known}")
+    given = read_settings_of(chosen.run, options.set)
     folder = settings.read_settings().data / "results" if options.save else options.record
     records: list[Record] = []
     with progress_bar(None, options.name, "stage") as bar:
-        for record in chosen.run(settings.device(), quick=options.quick, progress=partial(advance, bar)):
+        run = partial(chosen.run, settings.device(), quick=options.quick, **given)
+        for record in run(progress=partial(advance, bar)):
             records.append(record)
             if folder is not None:  # at once: whatever ends the bench early leaves what it has measured
                 append(folder / f"{options.name}.jsonl", [record])

@@ -1,0 +1,75 @@
+"""``bench NAME --set NAME=VALUE``: settings of a bench in words, so that every record's command can be run again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+
+from cglab.errors import InputError
+
+COMMON = ("device", "quick", "progress")
+"""What every bench takes, and has options of its own for."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TRUTHS = {"true": True, "false": False}
+
+
+def read_settings_of(bench: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments of a bench from words such as ``seed=2`` or ``dtypes=float32,bfloat16``.
+
+    Args:
+        bench: the function that will be called with them; its annotations say what a value is.
+        words: each a name, an equals sign and a value; a list's members are separated by commas.
+
+    Returns:
+        The arguments by name.
+
+    Raises:
+        InputError: for a word without name, a name that the bench does not have or that is set twice, or a value
+            of another kind.
+    """
+    hints = get_type_hints(bench)
+    names = [name for name in inspect.signature(bench).parameters if name not in COMMON]
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in names:
+            known = ", ".join(f"{each}={_good(hints[each])}" for each in names) or "no settings"
+            raise InputError(f"{word!r} is no setting of this bench; it has {known}")
+        if name in found:
+            raise InputError(f"{name} is set twice; give a list's members in one word: {name}=A,B")
+        found[name] = _value(name, value, hints[name])
+    return found
+
+
+def _kind(hint: Any) -> tuple[type, bool]:
+    """What a value is, and whether there may be several; None beside it is what leaving it out means."""
+    options = [each for each in get_args(hint) if each is not type(None)]
+    if type(None) in get_args(hint) and len(options) == 1:
+        hint = options[0]
+    many = get_origin(hint) is Sequence
+    return (get_args(hint)[0] if many else hint), many
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    kind, many = _kind(hint)
+    words = text.split(",") if many else [text]
+    try:
+        values = [_reader(kind)(word) for word in words]
+    except (KeyError, ValueError):
+        raise InputError(f"{name}={text}: good values are {_good(hint)}") from None
+    return tuple(values) if many else values[0]
+
+
+def _reader(kind: type) -> Callable[[str], Any]:
+    named: Mapping[type, Mapping[str, Any]] = {torch.dtype: DTYPES, bool: TRUTHS}
+    return named[kind].__getitem__ if kind in named else kind
+
+
+def _good(hint: Any) -> str:
+    """How a value is written, for people."""
+    kind, many = _kind(hint)
+    texts = {torch.dtype: "|".join(DTYPES), bool: "|".join(TRUTHS), int: "N", str: "NAME"}
+    return texts.get(kind, kind.__name__.upper()) + ("[,...]" if many else "")
