@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from operator import getitem
+from gc import get_referents
 from typing import Any
 
 import torch
@@ -23,19 +23,26 @@ Getter = Callable[[], Tensor | nn.Module | None]
 class AddressContract:
     """Named tensors with the addresses that a recording knows.
 
+    A check takes a few calls in all, however many tensors there are: what the tables of a module hold is fetched in
+    one call, and addresses are compared in C. Only where something differs is every entry looked up by name.
+
     Args:
         watched: modules, tensors, or functions that return the current tensor or module, by name.
     """
 
     def __init__(self, watched: Mapping[str, nn.Module | Tensor | Getter] | None = None) -> None:
         self._names: list[str] = []
-        self._tables: list[dict[str, Any]] = []
-        self._keys: list[str] = []
-        self._held: list[Tensor] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
         self._expected: list[int] = []
-        self._parents: list[str] = []
-        self._children: list[dict[str, nn.Module | None]] = []
-        self._expected_children: list[dict[str, nn.Module | None]] = []
+        self._held: list[Tensor] = []
+        self._getters: list[tuple[str, Getter, int]] = []
+        # Tables of tensors; for what they hold, one after the other: the address, and where there is one.
+        self._tables: list[dict[str, Any]] = []
+        self._addresses: list[int | None] = []
+        self._indices: list[int] = []
+        self._parents: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._families: list[dict[str, Any]] = []
+        self._children: list[Any] = []
         self._owners: list[tuple[str, Getter, nn.Module]] = []
         self._modules: list[nn.Module] = []
         self._training: list[bool] = []
@@ -43,7 +50,7 @@ class AddressContract:
             self.watch(name, item)
 
     def __len__(self) -> int:
-        return len(self._expected)
+        return len(self._expected) + len(self._getters)
 
     def watch(self, name: str, item: nn.Module | Tensor | Getter) -> None:
         """Adds a tensor, every parameter and buffer of a module, or what a getter returns."""
@@ -52,30 +59,34 @@ class AddressContract:
             self._training.append(item.training)
             for prefix, module in item.named_modules(prefix=name):
                 if module._modules:  # a child that is replaced leaves its old tensors where they were
-                    self._parents.append(prefix)
-                    self._children.append(module._modules)
-                    self._expected_children.append(dict(module._modules))
+                    self._parents.append((prefix, module._modules, dict(module._modules)))
+                    self._families.append(module._modules)
+                    self._children += get_referents(module._modules)
                 for table in (module._parameters, module._buffers):
-                    for key, tensor in table.items():
-                        if tensor is not None:
-                            self._add(f"{prefix}.{key}", table, key)
+                    self._add(prefix + ".", table)
         elif isinstance(item, Tensor):
-            self._add(name, {"": item}, "")
-        elif isinstance(module := item(), nn.Module):
-            self._owners.append((name, item, module))
-            self.watch(name, module)
-        else:
-            self._add(name, _Table(item), "")
+            self._add("", {name: item})
+        elif isinstance(found := item(), nn.Module):
+            self._owners.append((name, item, found))
+            self.watch(name, found)
+        elif found is not None:
+            self._getters.append((name, item, found.data_ptr()))
+            self._held.append(found.detach())
 
-    def _add(self, name: str, table: dict[str, Any], key: str) -> None:
-        tensor = table[key]
-        if tensor is None:
+    def _add(self, prefix: str, table: dict[str, Any]) -> None:
+        tensors = {key: tensor for key, tensor in table.items() if tensor is not None}
+        if not tensors:
             return
-        self._names.append(name)
+        for key, tensor in tensors.items():
+            self._names.append(prefix + key)
+            self._places.append((table, key))
+            self._held.append(tensor.detach())  # keeps the memory, whatever happens to the owner (P31, B22)
+            self._expected.append(tensor.data_ptr())
         self._tables.append(table)
-        self._keys.append(key)
-        self._held.append(tensor.detach())  # keeps the memory, whatever happens to the owner (P31, B22)
-        self._expected.append(tensor.data_ptr())
+        for entry in get_referents(table):
+            is_tensor = isinstance(entry, Tensor)
+            self._indices += [len(self._addresses)] * is_tensor
+            self._addresses.append(entry.data_ptr() if is_tensor else None)
 
     def check(self) -> None:
         """Compares every address with the one that was recorded.
@@ -92,49 +103,58 @@ class AddressContract:
                 "a module was switched between training and evaluation, and the recording does what it did before; "
                 "switch it back, or capture again"
             )
-        try:
-            now = list(map(Tensor.data_ptr, map(getitem, self._tables, self._keys)))
-        except (KeyError, TypeError):
-            now = [
-                0 if (t := table.get(key)) is None else t.data_ptr()
-                for table, key in zip(self._tables, self._keys, strict=True)
-            ]
-        if now != self._expected or self._children != self._expected_children:
-            moved = [
-                name for name, old, new in zip(self._names, self._expected, now, strict=True) if old != new
-            ]
-            families = zip(self._parents, self._expected_children, self._children, strict=True)
-            moved += [
-                f"{parent}.{child}" for parent, old, new in families for child in old | new
-                if old.get(child) is not new.get(child)
-            ]  # fmt: skip
+        moved = [name for name, get, address in self._getters if _address(get()) != address]
+        if moved or not self._unchanged():
+            moved += self._moved()
+        if moved:
             shown = ", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
             raise AddressError(
                 f"memory that the recording reads has moved: {shown}. Copy new values in place "
                 "(tensor.copy_(new) under torch.no_grad()), or capture again"
             )
 
+    def _unchanged(self) -> bool:
+        """Whether all tables hold what they held, at the same addresses: quick, and without names."""
+        entries = get_referents(*self._tables)
+        try:
+            return (
+                len(entries) == len(self._addresses)
+                and self._same_addresses(entries)
+                and get_referents(*self._families) == self._children
+            )
+        except (TypeError, RuntimeError):  # an entry is no tensor any more
+            return False
+
+    def _same_addresses(self, entries: list[Any]) -> bool:
+        if _compare_at_once is not None:
+            return bool(_compare_at_once(entries, self._addresses, self._indices))
+        return list(map(Tensor.data_ptr, map(entries.__getitem__, self._indices))) == self._expected
+
+    def _moved(self) -> list[str]:
+        """Names of tensors at another address and of other children, each looked up anew."""
+        now = [_address(table.get(key)) for table, key in self._places]
+        moved = [name for name, old, new in zip(self._names, self._expected, now, strict=True) if old != new]
+        return moved + [
+            f"{parent}.{child}" for parent, new, old in self._parents for child in old | new
+            if old.get(child) is not new.get(child)
+        ]  # fmt: skip
+
     def clear(self) -> None:
         """Lets go of everything."""
         for held in (
-            self._names, self._tables, self._keys, self._held, self._expected,
-            self._parents, self._children, self._expected_children, self._owners, self._modules, self._training,
+            self._names, self._places, self._expected, self._held, self._getters, self._tables, self._addresses,
+            self._indices, self._parents, self._families, self._children, self._owners, self._modules,
+            self._training,
         ):  # fmt: skip
             held.clear()
 
 
-class _Table(dict[str, Any]):
-    """A one-entry table whose entry is asked anew each time."""
+def _address(tensor: Any) -> int:
+    return 0 if tensor is None else int(tensor.data_ptr())
 
-    def __init__(self, getter: Getter) -> None:
-        super().__init__()
-        self._getter = getter
 
-    def __getitem__(self, key: str) -> Any:
-        return self._getter()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._getter()
+_compare_at_once = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+"""What CUDA graph trees ask before each replay, of entries, addresses and indices; only builds for CUDA have it."""
 
 
 def closed_over(function: Callable[..., Any]) -> dict[str, nn.Module | Tensor | Getter]:

@@ -91,6 +91,7 @@ class Backend(ABC):
         self._inline_breaks = inline_breaks
         self._warmups = warmups
         self._artifacts: dict[ShapeKey, Artifact] = {}
+        self.drops = 0
 
     @property
     def keys(self) -> list[ShapeKey]:
@@ -205,9 +206,12 @@ class Backend(ABC):
             PoolBusyError: if the pool is in use.
         """
         artifact = self._artifacts[require_key(key)]
-        with self.pool.in_use(f"a replay of {key}"):
+        self.pool.claim(f"a replay of {key}")
+        try:
             for step in artifact.steps:
                 step.replay()
+        finally:
+            self.pool.release()
         return artifact.output
 
     def artifact(self, key: ShapeKey) -> Artifact:
@@ -218,6 +222,7 @@ class Backend(ABC):
         """Forgets one recording; others are unaffected (B39)."""
         artifact = self._artifacts.pop(key, None)
         if artifact is not None:
+            self.drops += 1
             self.recorder.synchronize()
             _close(artifact)
 

@@ -8,13 +8,18 @@ before may have been larger (P11 to P15, B25, B28).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cglab.errors import SlotError
 from cglab.graphs.slots import Padding, Slot
+
+PAD_BYTES = 1 << 18
+"""Largest buffer, in bytes, of whose pad value a copy is kept."""
 
 
 class SharedBuffers:
@@ -47,6 +52,43 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
+@dataclass(slots=True)
+class Copies:
+    """Copies that one grouped call can make: sources of one dtype and device (P23).
+
+    Attributes:
+        names, heads: inputs, and where their live rows go.
+        pads, tails: pad values, and the padded rows that they go to.
+    """
+
+    names: list[str] = field(default_factory=list)
+    heads: list[Tensor] = field(default_factory=list)
+    pads: list[Tensor] = field(default_factory=list)
+    tails: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How inputs of one kind are loaded: every view is made, so that a load allocates nothing.
+
+    Attributes:
+        fills: places that are reset before anything is copied, each with its value.
+        copies: for each grouped call the names of its inputs, the pads after them, and where they all go.
+    """
+
+    fills: Sequence[tuple[Tensor, float]]
+    copies: Sequence[tuple[Sequence[str], list[Tensor], list[Tensor]]]
+
+    def load(self, values: Mapping[str, Tensor | None]) -> None:
+        """Loads the live rows and resets the padded ones."""
+        with torch.no_grad():  # an input with a gradient would tie the buffers to its graph
+            for place, value in self.fills:
+                place.fill_(value)
+            for names, pads, targets in self.copies:
+                sources: list[Any] = [*[values[name] for name in names], *pads]
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
 class StaticBuffers:
     """The buffers of one runner: allocate, view, load.
 
@@ -68,6 +110,7 @@ class StaticBuffers:
         self.maximum = maximum
         self.device = device
         self._buffers: dict[str, Tensor] = {}
+        self._pads: dict[tuple[torch.Size, torch.dtype, float], Tensor] = {}
         for name, slot in self.slots.items():
             if slot.shape is None or slot.dtype is None:
                 raise SlotError(f"slot {name!r} is not resolved: it has no shape or no dtype")
@@ -91,6 +134,7 @@ class StaticBuffers:
     def clear(self) -> None:
         """Lets go of the buffers; shared ones stay with whoever else uses them."""
         self._buffers.clear()
+        self._pads.clear()
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         slot, buffer = self.slots[name], self._buffers[name]
@@ -142,7 +186,7 @@ class StaticBuffers:
         self.load(given, live, live)
         return self.view(live, names)
 
-    def load(self, values: Mapping[str, Tensor], live: int, size: int) -> None:
+    def load(self, values: Mapping[str, Tensor | None], live: int, size: int) -> None:
         """Copies a live batch in and resets every padded tail of the bucket.
 
         Args:
@@ -150,25 +194,47 @@ class StaticBuffers:
             live: rows in use.
             size: rows of the bucket.
         """
-        copies: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = defaultdict(
-            lambda: ([], [])
-        )
-        for name, slot in self.slots.items():
-            if slot.axis is not None and slot.fill is not None and live < size:
-                self._rows(name, live, size).fill_(slot.fill)
-            value = values.get(name)
-            if value is None:
-                continue
-            head = self._rows(name, 0, live)
-            if value.shape != head.shape:  # a ragged value: clear what it leaves of the head
-                head.fill_(slot.fill or 0)
-                for axis, n in enumerate(value.shape):
-                    head = head.narrow(axis, 0, n)
-            targets, sources = copies[value.dtype, value.device]
-            targets.append(head)
-            sources.append(value)
-        for targets, sources in copies.values():  # one grouped copy for each kind of source (P23)
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+        self.plan(values, live, size).load(values)
+
+    def plan(self, values: Mapping[str, Tensor | None], live: int, size: int) -> LoadPlan:
+        """What ``load`` does with these values and with any others of their names, shapes and kinds."""
+        copies: dict[tuple[torch.dtype, torch.device], Copies] = defaultdict(Copies)
+        fills: list[tuple[Tensor, float]] = []
+        with torch.inference_mode(mode=False):  # views that are kept are written in any mode
+            for name, slot in self.slots.items():
+                if slot.axis is not None and slot.fill is not None and live < size:
+                    tail = self._rows(name, live, size)
+                    if (pad := self._pad(name, slot.fill)) is None:
+                        fills.append((tail, slot.fill))
+                    else:
+                        own = copies[tail.dtype, tail.device]
+                        own.pads.append(pad.narrow(slot.axis, 0, tail.shape[slot.axis]))
+                        own.tails.append(tail)
+                value = values.get(name)
+                if value is None:
+                    continue
+                head = self._rows(name, 0, live)
+                if value.shape != head.shape:  # a ragged value: clear what it leaves of the head
+                    fills.append((head, slot.fill or 0))
+                    for axis, n in enumerate(value.shape):
+                        head = head.narrow(axis, 0, n)
+                own = copies[value.dtype, value.device]
+                own.names.append(name)
+                own.heads.append(head)
+        return LoadPlan(fills, [(c.names, c.pads, c.heads + c.tails) for c in copies.values()])
+
+    def _pad(self, name: str, fill: float) -> Tensor | None:
+        """A buffer's worth of its pad value, to copy tails from; None for a large buffer, whose tail is filled.
+
+        A copy from it shares the one call, and on a GPU the one kernel, of all that is copied.
+        """
+        buffer = self._buffers[name]
+        if buffer.nbytes > PAD_BYTES:
+            return None
+        key = (buffer.shape, buffer.dtype, fill)
+        if key not in self._pads:
+            self._pads[key] = torch.full_like(buffer, fill)
+        return self._pads[key]
 
     def poison(self, live: int, size: int) -> list[str]:
         """Fills every tail that a policy leaves open with NaN or an extreme value; for tests.

@@ -201,6 +201,7 @@ def _snapshots(constants: Mapping[str, Any]) -> dict[str, Any]:
     return {name: snapshot(name, value) for name, value in constants.items()}
 
 
+@torch.no_grad()  # an example with a gradient would tie the buffers to its graph
 def _tile(view: Tensor, example: Tensor | None, axis: int | None) -> None:
     """Fills ``view`` with the example's rows, over and over, so that a capture sees valid values."""
     if example is None or not example.numel():

@@ -24,8 +24,9 @@ from cglab.graphs.breaks import capturing
 from cglab.graphs.buffers import SharedBuffers, StaticBuffers
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.dispatch import choose_bucket, live_size
+from cglab.graphs.fits import Fit, Fits, kinds_of
 from cglab.graphs.keys import ShapeKey
-from cglab.graphs.options import MANY_SHAPES, Options, warn_of_many_shapes
+from cglab.graphs.options import Options, note_eager_size
 from cglab.graphs.outputs import LiveView, Stored, trimmed
 from cglab.graphs.recorder import Pool, Recorder
 from cglab.graphs.recorders import recorder_for
@@ -70,21 +71,19 @@ class Captured:
         self._own_pool = self.pool is None
         self._pool = self.pool or self._recorder.new_pool()
         self.buffers = StaticBuffers(self.slots, self.buckets[-1], self.device, self.shared)
-        self._recordings = (
-            Recordings(
-                self.name, self.function, self.buffers, self.options,
-                recorder=self._recorder, pool=self._pool, variant=self.variant,
-            )
-            if self.options.backend in BACKENDS
-            else None
-        )  # fmt: skip
+        self._recordings: Recordings | None = None
+        if self.options.backend in BACKENDS:
+            self._recordings = Recordings(
+                self.name, self.function, self.buffers, self.options, recorder=self._recorder, pool=self._pool,
+                variant=self.variant,
+            )  # fmt: skip
         self.counts = Coverage()
         self._prepare: Prepare | None = None
         self._absent: Sequence[str] = ()
-        self._tried = False
+        self._fits = Fits()
+        self._tried = self._closed = False
         self._generation = 0
         self._eager_sizes: set[int] = set()
-        self._closed = False
         _alive.add(self)
 
     @property
@@ -164,7 +163,7 @@ class Captured:
     def load(self, values: Mapping[str, Tensor | None], live: int, size: int) -> None:
         """Copies the live rows in and resets the padded tail of every slot; see ``StaticBuffers.load``."""
         self._pool.require_free(f"a step of {self.name}")
-        self.buffers.load({name: value for name, value in values.items() if value is not None}, live, size)
+        self.buffers.load(values, live, size)
 
     def replay(self, key: ShapeKey) -> Stored:
         """Runs the recording over what the static buffers hold.
@@ -185,36 +184,40 @@ class Captured:
         Raises:
             OutputStructureError: if there are padded rows and nothing tells which rows of the output they are.
         """
-        leaves = (
-            output.leaves if live == size else trimmed(self.name, output, self.recordings.rows, live, size)
-        )
+        leaves: Sequence[Any] = output.leaves
+        if live != size:
+            leaves = trimmed(self.name, output, self.recordings.rows, live, size)
         tree = tree_unflatten(list(leaves), output.structure)
         if self.options.clone:
             return tree_map_only(Tensor, Tensor.clone, tree)
         if self.options.debug:
-            generation = self._generation
-            return tree_map_only(
-                Tensor, lambda t: LiveView.wrap(t, lambda: generation == self._generation), tree
-            )
+            made = self._generation
+            return tree_map_only(Tensor, lambda t: LiveView.wrap(t, lambda: made == self._generation), tree)
         return tree
 
     def __call__(self, **values: Tensor | None) -> Any:
         """One step: replayed where a recording fits, eager with a counted reason where none does."""
         self._require_open()
-        live = self.live_size(values)
-        if not self._tried:
-            self.capture(
-                absent=[name for name in self.slots if values.get(name) is None and self.slots[name].optional]
-            )
-        self.capture_on_use(live)
-        decision = self.can_run(values, live)
-        if isinstance(decision, Miss):
-            return self.run_eager(decision, values, live)
+        kinds, version = kinds_of(values), self._recordings.version if self._recordings else 0
+        fit = self._fits.find(kinds, version)
+        if fit is None:
+            live = self.live_size(values)
+            if not self._tried:
+                self.capture(
+                    absent=[n for n, s in self.slots.items() if s.optional and values.get(n) is None]
+                )
+            self.capture_on_use(live)
+            decision = self.can_run(values, live)
+            if isinstance(decision, Miss):
+                return self.run_eager(decision, values, live)
+            fit = Fit(decision, str(decision), live, self.buffers.plan(values, live, decision.size), version)
+            self._fits.keep(kinds, fit)
         with self._pool.turn:
-            self.load(values, live, decision.size)
-            output = self.replay(decision)
-            self.counts.hit(str(decision), decision.size, live)
-            return self.trim(output, live, decision.size)
+            self._pool.require_free(f"a step of {self.name}")
+            fit.plan.load(values)
+            output = self.replay(fit.key)
+            self.counts.hit(fit.label, fit.key.size, fit.live)
+            return self.trim(output, fit.live, fit.key.size)
 
     def run_eager(
         self,
@@ -228,9 +231,7 @@ class Captured:
         kept = self.buffers.state(values, live)
         self.counts.miss(miss, live)
         if miss.reason in (Reason.ABOVE_LARGEST, Reason.WASTE_CEILING, Reason.SIZE_NOT_CAPTURED):
-            self._eager_sizes.add(live)
-            if len(self._eager_sizes) == MANY_SHAPES:
-                warn_of_many_shapes(self.name, self._eager_sizes, self.buckets)
+            note_eager_size(self.name, live, self._eager_sizes, self.buckets)
         with torch.no_grad():
             return (function or self.function)(**{**dict.fromkeys(self.slots), **values, **kept})
 
@@ -270,9 +271,7 @@ class Captured:
 
     def _require_no_capture(self, what: str) -> None:
         if capturing():
-            raise PoolBusyError(
-                f"{self.name} would be {what} inside a capture; call the plain function there"
-            )
+            raise PoolBusyError(f"{self.name} would be {what} inside a capture; call the function there")
 
     def close(self) -> None:
         """Gives back recordings, buffers and, if it is its own, the pool."""
@@ -280,6 +279,7 @@ class Captured:
             return
         self._closed = True
         _alive.discard(self)
+        self._fits.clear()
         if self._recordings is not None:
             self._recordings.close()
         self.buffers.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cglab.graphs.selfcheck import Vary, vary_rows
@@ -29,15 +29,17 @@ def outside_level() -> int:
     return level
 
 
-def warn_of_many_shapes(name: str, sizes: Collection[int], buckets: Sequence[int]) -> None:
-    """Says once that many sizes of a step ran eager; told at the line that called the step."""
-    warnings.warn(
-        ManyShapesWarning(
-            f"{name}: {len(sizes)} different sizes ran eager ({sorted(sizes)}); "
-            f"the buckets are {list(buckets)}: add sizes that fit, or switch padding on"
-        ),
-        stacklevel=outside_level(),
-    )
+def note_eager_size(name: str, live: int, sizes: set[int], buckets: Sequence[int]) -> None:
+    """Adds a size of a step that ran eager; says so once, at the line that called the step, if there are many."""
+    sizes.add(live)
+    if len(sizes) == MANY_SHAPES:
+        warnings.warn(
+            ManyShapesWarning(
+                f"{name}: {len(sizes)} different sizes ran eager ({sorted(sizes)}); "
+                f"the buckets are {list(buckets)}: add sizes that fit, or switch padding on"
+            ),
+            stacklevel=outside_level(),
+        )
 
 
 @dataclass

@@ -8,7 +8,7 @@ replay overwrites them (P32, B20).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -19,13 +19,21 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from cglab.errors import OutputStructureError, StaleOutputError
 from cglab.graphs.keys import ShapeKey
 
+MOST_TRIMS = 256
+"""Live sizes of one bucket whose trimmed views are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What one recording leaves behind: leaves (views of shared buffers, or plain values) and their structure."""
+    """What one recording leaves behind: leaves (views of shared buffers, or plain values) and their structure.
+
+    Attributes:
+        trims: leaves cut to fewer live rows, by their number: they are at the same place after every replay.
+    """
 
     leaves: tuple[Any, ...]
     structure: TreeSpec
+    trims: dict[int, Sequence[Any]] = field(default_factory=dict, compare=False)
 
     def tree(self) -> Any:
         """The output in the function's own structure."""
@@ -153,7 +161,9 @@ def rows_per_size(outputs: Mapping[ShapeKey, Sequence[Any]]) -> list[int | None]
     return result
 
 
-def trimmed(name: str, output: Stored, rule: Sequence[int | None] | None, live: int, size: int) -> list[Any]:
+def trimmed(
+    name: str, output: Stored, rule: Sequence[int | None] | None, live: int, size: int
+) -> Sequence[Any]:
     """The leaves of an output with padded rows cut off (B32).
 
     Args:
@@ -171,7 +181,12 @@ def trimmed(name: str, output: Stored, rule: Sequence[int | None] | None, live: 
             f"{name} ran {live} rows padded to {size}, and how its output grows is not known",
             advice="capture at least two sizes, or call it with exactly the captured size",
         )
-    return [leaf if n is None else leaf[: live * n] for leaf, n in zip(output.leaves, rule, strict=True)]
+    if live not in output.trims:
+        if len(output.trims) >= MOST_TRIMS:
+            output.trims.clear()
+        cut = [leaf if n is None else leaf[: live * n] for leaf, n in zip(output.leaves, rule, strict=True)]
+        output.trims[live] = cut
+    return output.trims[live]
 
 
 class LiveView(Tensor):

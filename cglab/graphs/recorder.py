@@ -113,6 +113,18 @@ class Pool(ABC):
         Raises:
             PoolBusyError: if it is in use already, or borrowed memory is alive.
         """
+        self.claim(user)
+        try:
+            yield
+        finally:
+            self.release()
+
+    def claim(self, user: str) -> None:
+        """What ``in_use`` begins with, for a caller that cannot afford a context: ``release`` must follow.
+
+        Raises:
+            PoolBusyError: if it is in use already, or borrowed memory is alive.
+        """
         self.require_free(user)
         self._borrowed = [key for key in self._borrowed if key() is not None]
         if self._borrowed:
@@ -121,10 +133,10 @@ class Pool(ABC):
                 "and would be overwritten; drop or clone them first"
             )
         self._user = user
-        try:
-            yield
-        finally:
-            self._user = None
+
+    def release(self) -> None:
+        """The pool is free again."""
+        self._user = None
 
     def borrow(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the pool for eager work between replays; it must be dropped before the next one (P60).

@@ -63,6 +63,7 @@ class Recordings:
         self.ledger: list[CaptureCost] = []
         self.failures: dict[ShapeKey, str] = {}
         self.present: frozenset[str] | None = None
+        self._captures = 0
         self.rows: list[int | None] | None = None
 
     def key(self, size: int) -> ShapeKey:
@@ -75,6 +76,12 @@ class Recordings:
         Raises:
             CaptureError: with ``strict``, for the first bucket that fails.
         """
+        try:
+            self._capture(buckets, prepare, absent)
+        finally:
+            self._captures += 1
+
+    def _capture(self, buckets: Sequence[int], prepare: Prepare | None, absent: Sequence[str]) -> None:
         self.present = frozenset(self._buffers.slots) - frozenset(absent)
         self._buffers.reset()
         with self._backend.capture_session():
@@ -186,6 +193,11 @@ class Recordings:
     def steps_of(self, size: int) -> tuple[Segment | BreakCall, ...]:
         """The recorded segments and breaks of a bucket, in order of replay."""
         return self._backend.artifact(self.key(size)).steps
+
+    @property
+    def version(self) -> int:
+        """Another number after every capture or drop: what was decided over the recordings holds no longer."""
+        return self._captures + self._backend.drops
 
     @property
     def sizes(self) -> list[int]:

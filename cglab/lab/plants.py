@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cglab.errors import ToggleError
-from cglab.graphs.buffers import StaticBuffers
+from cglab.graphs.buffers import LoadPlan, StaticBuffers
 from cglab.graphs.captured import Captured
 from cglab.graphs.slots import Slot
 from cglab.runners.decode import DecodeRunner
@@ -21,19 +21,20 @@ PLANTS: Mapping[str, str] = {
 }
 
 
-def _keep_tail(original: Callable[..., None]) -> Callable[..., None]:
-    def load(self: StaticBuffers, values: Any, live: int, size: int) -> None:
+def _keep_tail(original: Callable[..., LoadPlan]) -> Callable[..., LoadPlan]:
+    def plan(self: StaticBuffers, values: Any, live: int, size: int) -> LoadPlan:
         del size
-        original(self, values, live, live)
+        return original(self, values, live, live)
 
-    return load
+    return plan
 
 
-def _skip_one(original: Callable[..., None]) -> Callable[..., None]:
-    def load(self: StaticBuffers, values: Mapping[str, Any], live: int, size: int) -> None:
-        original(self, {name: value for name, value in values.items() if name != "positions"}, live, size)
+def _skip_one(original: Callable[..., LoadPlan]) -> Callable[..., LoadPlan]:
+    def plan(self: StaticBuffers, values: Mapping[str, Any], live: int, size: int) -> LoadPlan:
+        rest = {name: value for name, value in values.items() if name != "positions"}
+        return original(self, rest, live, size)
 
-    return load
+    return plan
 
 
 def _live_slot(original: Callable[..., dict[str, Slot]]) -> Callable[..., dict[str, Slot]]:
@@ -54,9 +55,9 @@ def _no_trim(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PATCHES: Mapping[str, tuple[type, str, Callable[[Any], Any]]] = {
-    "stale-tail": (StaticBuffers, "load", _keep_tail),
+    "stale-tail": (StaticBuffers, "plan", _keep_tail),
     "live-slot-in-padding": (DecodeRunner, "slots", _live_slot),
-    "missed-copy-in": (StaticBuffers, "load", _skip_one),
+    "missed-copy-in": (StaticBuffers, "plan", _skip_one),
     "untrimmed-output": (Captured, "trim", _no_trim),
 }
 

@@ -177,13 +177,17 @@ class Runner(ABC, Generic[Live]):
 
     def run(self, live: Live, **values: Tensor) -> Any:
         """One step on what is live: replayed, or eager with a counted reason."""
-        with self.during(live):
+        self.group.settle()
+        try:  # as ``during``, whose context would be a good part of what a replay costs the host
+            self.set_live(live)
             miss = self.ineligible(values)
             if miss is not None:
                 return self.captured.run_eager(miss, values, self.rows(live))
             if self.captured.capture_on_use(self.rows(live)):
                 self.set_live(live)  # the capture had examples of its own
             return self.captured(**values, **self.derived(live))
+        finally:
+            self.set_live(None)
 
     def run_padded_eager(self, live: Live, size: int, **values: Tensor) -> Any:
         """Oracle 1: the step at the padded size, eager, over the same static buffers."""
