@@ -25,6 +25,7 @@ from cglab.errors import RecompiledError
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
 from cglab.models.kv import CacheAttention, LayerCache, PagedKV
+from cglab.models.paged import prepare_attention
 
 EXAMPLE_ROWS = (37, 1)
 """Rows of the examples: a number that no other size of a model has, so that it is not taken for that size; and one."""
@@ -47,16 +48,16 @@ def written_kernels() -> Kernels:
     return Kernels(matvec, turn_and_store)
 
 
-def regions(config: ModelConfig, kernels: Kernels) -> tuple[Callable[..., Between], Callable[..., Any]]:
-    """The two halves of a block around its attention, as functions of tensors alone.
+def regions(config: ModelConfig, kernels: Kernels) -> tuple[Callable[..., Any], ...]:
+    """The two halves of a block around its attention, and what follows the last, as functions of tensors alone.
 
     Args:
         config: the decoder's shape.
         kernels: of what is not left to the compiler.
 
     Returns:
-        ``enter``: from a block's input to queries, keys and values, stored in the cache; and ``leave``: from what was
-        attended to the block's output. Both take and give the residual stream beside it.
+        ``enter``: from a block's input to queries, keys and values, stored in the cache; ``leave``: from what was
+        attended to the block's output; and ``finish``: the last norm. All take the residual stream beside their input.
     """
     eps, head_dim, kv_heads = config.rms_norm_eps, config.head_dim, config.num_kv_heads
     width, turned = config.hidden_size, config.num_heads + kv_heads
@@ -86,7 +87,10 @@ def regions(config: ModelConfig, kernels: Kernels) -> tuple[Callable[..., Betwee
         gate, up = F.linear(normed, gate_up, gate_up_bias).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, down, down_bias), residual
 
-    return enter, leave
+    def finish(hidden: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
+        return F.rms_norm(residual + hidden, (width,), norm, eps)
+
+    return enter, leave, finish
 
 
 def of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,9 +123,9 @@ class Compiled:
     ) -> None:
         self.config, self.compilations, self.compile_seconds = config, 0, 0.0
         self._compile = torch._dynamo.lookup_backend(backend)  # type: ignore[attr-defined,unused-ignore]
-        both = regions(config, kernels or written_kernels())
-        self._enter, self._leave = (
-            torch.compile(of_its_own(each), backend=self._counted, fullgraph=True) for each in both
+        self._enter, self._leave, self._finish = (
+            torch.compile(of_its_own(region), backend=self._counted, fullgraph=True)
+            for region in regions(config, kernels or written_kernels())
         )
 
     def _counted(self, module: Any, inputs: Any) -> Any:
@@ -150,6 +154,8 @@ class Compiled:
                 enter, leave = self._halves(block)
                 enter(hidden, residual, turn, cache)
                 leave(attended, residual)
+                self._finish(hidden, residual, model.norm.weight)
+            prepare_attention(pool, self.config.num_heads, model.rotary.dtype)
         self.compile_seconds += time.perf_counter() - started
 
     def _halves(self, block: Any) -> tuple[Callable[..., Between], Callable[..., tuple[Tensor, Tensor]]]:
@@ -179,7 +185,7 @@ class Compiled:
             enter, leave = self._halves(block)
             query, key, value, residual = enter(hidden, residual, turn, attend.cache(layer_index))
             hidden, residual = leave(attend.attend(layer_index, query, key, value), residual)
-        out: Tensor = model.norm(residual + hidden)
+        out: Tensor = self._finish(hidden, residual, model.norm.weight)
         return out
 
     @contextmanager

@@ -96,6 +96,26 @@ def _attend(
     )  # fmt: skip
 
 
+def prepare_attention(pool: LayerPool, heads: int, dtype: torch.dtype) -> None:
+    """Compiles the kernels for one pool: for contexts in parts, and for whole ones.
+
+    Args:
+        pool: whose reserved slot is read.
+        heads: of the queries.
+        dtype: of the queries.
+    """
+    from cglab.models.kernels.attention import paged_attention
+
+    one = torch.ones(1, device=pool.keys.device, dtype=torch.int64)
+    cache = pool.cache(pool.layers[0], one)
+    query = torch.zeros((1, heads, cache.keys.shape[2]), device=one.device, dtype=dtype)
+    for parts in (1, 2):
+        paged_attention(
+            query, cache.keys, cache.values, pool.page_table, torch.zeros_like(one), one, torch.empty_like(query),
+            parts=parts, page_size=pool.page_size, window=pool.window,
+        )  # fmt: skip
+
+
 @functools.cache
 def processors(index: int) -> int:
     """Multiprocessors of a device; 1 where there is none."""

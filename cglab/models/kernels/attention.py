@@ -13,19 +13,24 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+MOST_PARTS = 64
+BLOCK, WARPS, STAGES = 32, 4, 3
+"""Tokens that a program reads at a time, its warps, and blocks in flight: the best or within 3 % of it on an H200, at
+1, 16 and 64 requests of 512 tokens; where a context is not split, twice the tokens are."""
 
 
 @triton.jit
 def _part(query, keys, values, table, rows, lens, parts_out, parts_log, out, scale, pages, KV: tl.constexpr,
           GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-          PAGE: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+          PAGE: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     request, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    parts = tl.num_programs(2)
     length = tl.load(lens + request).to(tl.int32)
     page_row = table + tl.load(rows + request) * pages
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - (WINDOW + WIDTH - 1), 0)
-    share = tl.cdiv(tl.cdiv(length - begin, PARTS), BLOCK) * BLOCK
+    share = tl.cdiv(tl.cdiv(length - begin, parts), BLOCK) * BLOCK
     first = begin + part * share
     last = tl.minimum(first + share, length)
     asks, place = tl.arange(0, QUERIES), tl.arange(0, D)
@@ -59,32 +64,32 @@ def _part(query, keys, values, table, rows, lens, parts_out, parts_log, out, sca
         held = held * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         top = higher
     share_of = held / tl.where(total > 0, total, 1.0)[:, None]
-    if PARTS == 1:
+    if not SPLIT:
         tl.store(out + where, share_of.to(out.dtype.element_ty), mask=real)
     else:
-        line = ((request * KV + head) * PARTS + part) * (GROUP * WIDTH) + asks
+        line = ((request * KV + head) * parts + part) * (GROUP * WIDTH) + asks
         log = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
         tl.store(parts_log + line, log, mask=asks < GROUP * WIDTH)
         tl.store(parts_out + line[:, None] * DIM + place[None, :], share_of, mask=real)
 
 
-@triton.jit
-def _join(parts_out, parts_log, out, KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
-          WIDTH: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["parts"])
+def _join(parts_out, parts_log, out, parts, KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+          D: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
     row = (token % WIDTH) * GROUP + head % GROUP
-    part, place = tl.arange(0, P), tl.arange(0, D)
-    line = (((token // WIDTH) * KV + head // GROUP) * PARTS + part) * (GROUP * WIDTH) + row
-    log = tl.load(parts_log + line, mask=part < PARTS, other=float("-inf"))
+    part, place = tl.arange(0, MOST), tl.arange(0, D)
+    line = (((token // WIDTH) * KV + head // GROUP) * parts + part) * (GROUP * WIDTH) + row
+    log = tl.load(parts_log + line, mask=part < parts, other=float("-inf"))
     weight = tl.exp2(log - tl.max(log, 0))
     weight = weight / tl.sum(weight, 0)
-    there = (part < PARTS)[:, None] & (place < DIM)[None, :]
+    there = (part < parts)[:, None] & (place < DIM)[None, :]
     held = tl.load(parts_out + line[:, None] * DIM + place[None, :], mask=there, other=0.0)
     result = tl.sum(held * weight[:, None], 0).to(out.dtype.element_ty)
     tl.store(out + (token * (KV * GROUP) + head) * DIM + place, result, mask=place < DIM)
 
 
-def parts_for(requests: int, kv_heads: int, processors: int, context: int, block: int = 64) -> int:
+def parts_for(requests: int, kv_heads: int, processors: int, context: int) -> int:
     """Into how many parts a context is split: enough that the processors have two programs each, and no more.
 
     Args:
@@ -92,10 +97,9 @@ def parts_for(requests: int, kv_heads: int, processors: int, context: int, block
         kv_heads: key heads.
         processors: of the device.
         context: most tokens that a request can have.
-        block: tokens that a program reads at a time.
     """
     wanted = triton.cdiv(2 * processors, requests * kv_heads)
-    return max(1, min(wanted, triton.cdiv(context, block), 64))
+    return max(1, min(wanted, triton.cdiv(context, BLOCK), MOST_PARTS))
 
 
 def paged_attention(
@@ -111,9 +115,6 @@ def paged_attention(
     page_size: int,
     width: int = 1,
     window: int | None = None,
-    block: int = 64,
-    warps: int = 4,
-    stages: int = 2,
 ) -> None:
     """Attends to the paged cache of one layer.
 
@@ -129,9 +130,6 @@ def paged_attention(
         page_size: tokens of a page.
         width: new tokens of each request.
         window: positions that a query sees, its own included; None for all before it.
-        block: tokens that a program reads at a time.
-        warps: of a program.
-        stages: blocks in flight.
     """
     tokens, heads, dim = query.shape
     kv, requests = keys.shape[1], tokens // width
@@ -144,10 +142,9 @@ def paged_attention(
     _part[(requests, kv, parts)](
         query, keys, values, page_table, request_rows, seq_lens, parts_out, parts_log, out,
         LOG2_E / dim**0.5, page_table.shape[1], kv, group, queries, dim, padded_dim, width, page_size, window or 0,
-        parts, block, num_warps=warps, num_stages=stages,
+        parts > 1, BLOCK if parts > 1 else 2 * BLOCK, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if parts > 1:
         _join[(tokens, heads)](
-            parts_out, parts_log, out, kv, group, dim, padded_dim, width, parts, triton.next_power_of_2(parts),
-            num_warps=2,
+            parts_out, parts_log, out, parts, kv, group, dim, padded_dim, width, MOST_PARTS, num_warps=2,
         )  # fmt: skip

@@ -22,17 +22,20 @@ def _matvec(x, weight, bias, out, rows, COLUMNS: tl.constexpr, BIAS: tl.constexp
     row = tl.program_id(0) * TAKES + tl.arange(0, TAKES)
     inside = row < rows
     start = row.to(tl.int64)[:, None] * COLUMNS
+    start_of_partner = (row + rows).to(tl.int64)[:, None] * COLUMNS
     sums = tl.zeros([TAKES, BLOCK], tl.float32)
     gated = tl.zeros([TAKES, BLOCK], tl.float32)
     for first in range(0, COLUMNS, BLOCK):
         column = first + tl.arange(0, BLOCK)
         held = tl.load(x + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
         here = inside[:, None] & (column < COLUMNS)[None, :]
-        place = weight + start + column[None, :]
-        sums += tl.load(place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32) * held
+        place = weight + column[None, :]
+        sums += (
+            tl.load(place + start, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32) * held
+        )
         if GATED:
-            place += rows.to(tl.int64) * COLUMNS
-            gated += tl.load(place, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32) * held
+            partner = tl.load(place + start_of_partner, mask=here, other=0.0, eviction_policy="evict_first")
+            gated += partner.to(tl.float32) * held
     result = tl.sum(sums, 1)
     if BIAS:
         result += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
