@@ -10,8 +10,8 @@ from cglab.measure.record import Record
 
 _SIZES = ("batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "phase")
 _COLUMNS = {
-    "decode": ("step_ms", "ratio_to_eager", "busy_ms", "launches", "kernels", "gap_us", "floor_ms", "predicted_gain_ms",
-               "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
+    "decode": ("step_ms", "ratio_to_eager", "ratio_to_transformers", "busy_ms", "launches", "kernels", "gap_us",
+               "floor_ms", "predicted_gain_ms", "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
     "prefill": ("step_ms", "ratio_to_eager", "verdict", "busy_ms", "wall_over_busy", "launches", "breaks", "break_us",
                 "break_replay_us", "break_host_us", "segment_host_us", "host_ms", "padding_waste", "predicted_gain_ms",
                 "gained_ms", "outcome", "buckets", "warmup_s", "capture_s", "capture_gb"),

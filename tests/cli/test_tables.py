@@ -94,7 +94,7 @@ def test_a_line_that_is_no_record_is_told_and_loses_no_other(ask, data):
 def test_claims_are_unmeasured_before_anything_is_recorded(ask_json, data):
     status, claims = ask_json("results", "--claims")
     assert status == 0
-    assert [claim["id"] for claim in claims] == [f"G{number}" for number in range(1, 10)]
+    assert [claim["id"] for claim in claims] == [*(f"G{number}" for number in range(1, 10)), "E1"]
     for claim in claims:
         assert claim.keys() >= {"id", "text", "target", "value", "status", "runs"}
         assert (claim["status"], claim["value"], claim["runs"]) == ("unmeasured", None, [])
