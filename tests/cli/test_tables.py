@@ -107,6 +107,7 @@ def test_an_unmet_claim_is_status_1(ask, ask_json, data, monkeypatch, step_ms, s
     alone = type(claim)(claim.id, claim.text, claim.parts[:1])
     monkeypatch.setattr("cglab.commands.tables.load_claims", lambda: (alone,))
     made = record(model="qwen3-8b", metrics={"step_ms": step_ms, "floor_ms": 1.0}).as_dict()
+    made["workload"] = {"batch": 1, "ops": "compiled"}
     made["device"]["kind"] = "cuda"
     (data / "results").mkdir()
     (data / "results" / "gpu.jsonl").write_text(json.dumps(made) + "\n")
