@@ -22,6 +22,7 @@ _COLUMNS = {
     "ttft_crossover": ("limit", "safe_limit", "next_size", "crossover", "default_limit"),
     "load": ("ttft_ms_p50", "ttft_ratio", "ttft_verdict", "tpot_ms_p50", "tpot_ratio", "output_tok_s",
              "queueing_ms_p50", "tokens_equal", "occupancy_percent", "gauge_percent"),
+    "capture": ("buckets", "warmup_s", "capture_s", "compile_s", "capture_gb"),
     "planner": ("time_ms", "ratio_to_sglang", "waste", "buckets", "eager_steps", "memory_mb", "capture_s", "ok"),
     "recovery": ("operations", "tried", "failed", "ok"),
     "notebooks": ("tests", "passed", "failures", "errors", "skipped", "ok"),
@@ -37,7 +38,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "bench": r.bench, "model": r.model,
             **{name: value for name, value in r.workload.items() if name in _SIZES},
             "arm": r.arm, "parity": (r.parity or {}).get("verdict"),
-            **{column: r.metrics.get(column) for column in _COLUMNS.get(r.bench, tuple(r.metrics))},
+            **{column: (r.workload | r.metrics).get(column) for column in _COLUMNS.get(r.bench, tuple(r.metrics))},
         }
         for r in records
     ]  # fmt: skip
