@@ -178,6 +178,10 @@ class ResultsError(CglabError):
     """Recorded results cannot be read or written; what was there is untouched."""
 
 
+class RecompiledError(CglabError):
+    """The compiler ran where everything was to be compiled before."""
+
+
 class ClosedError(CglabError):
     """The object was closed and holds no recordings any more."""
 

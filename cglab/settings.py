@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | ``CGLAB_DEVICE`` | ``auto``, ``cpu``, ``cuda`` | ``auto``: CUDA where there is a device, else the CPU |
 | ``CGLAB_MODEL`` | a preset, a model folder or a hub id | ``pico-gqa`` |
+| ``CGLAB_OPS`` | ``auto``, ``portable``, ``compiled`` | ``auto``: compiled on a CUDA device, else portable |
 | ``CGLAB_DATA`` | an existing folder | ``data`` in the repository |
 
 A value that is not good, and a ``CGLAB_`` variable that is not in the table, is an error and never a guess: a
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 DEVICES = ("auto", "cpu", "cuda")
-VARIABLES = ("CGLAB_DATA", "CGLAB_DEVICE", "CGLAB_MODEL")
+FORMS = ("auto", "portable", "compiled")
+VARIABLES = ("CGLAB_DATA", "CGLAB_DEVICE", "CGLAB_MODEL", "CGLAB_OPS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,14 @@ class Settings:
     Attributes:
         device: ``auto``, ``cpu`` or ``cuda``; :func:`device` resolves it.
         model: the model that notebooks and commands run; whether it exists is for the loader to say.
+        ops: the form in which models compute; None for the device's own default.
         data: folder of shipped models, published tables and recorded results.
     """
 
     device: str
     model: str
     data: Path
+    ops: str | None = None
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -68,7 +72,12 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
             "or unset it to use the repository's own data/"
         )
         raise ToggleError(message)
-    return Settings(device=requested, model=variables.get("CGLAB_MODEL") or "pico-gqa", data=data)
+    ops = variables.get("CGLAB_OPS") or "auto"
+    if ops not in FORMS:
+        message = f"CGLAB_OPS={ops!r} is not a form of ops; good values are {', '.join(FORMS)}"
+        raise ToggleError(message)
+    model = variables.get("CGLAB_MODEL") or "pico-gqa"
+    return Settings(device=requested, model=model, data=data, ops=None if ops == "auto" else ops)
 
 
 def device(settings: Settings | None = None) -> torch.device:

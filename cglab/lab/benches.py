@@ -26,6 +26,7 @@ from cglab.lab.step_metrics import Progress, silent
 from cglab.lab.ttft_bench import ttft
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.record import Record, make_record, new_run
+from cglab.models.ops import good_ops
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def parity(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     cases: int = 2000,
     seed: int = 0,
+    ops: Sequence[str] | None = None,
 ) -> Iterator[Record]:
     """Random sequences of batches of each technique against the three oracles, a quarter as many in low precision.
 
@@ -88,18 +90,19 @@ def parity(
         dtypes: of weights and computation.
         cases: sequences in float32.
         seed: of the sequences.
+        ops: forms in which the model computes; None for all that the device can use.
 
     Yields:
-        A record for each technique and dtype.
+        A record for each technique, dtype and form.
     """
     run, cases = new_run(), 20 if quick else cases
-    for name, dtype in product(techniques, dtypes):
-        progress(f"parity of {name} in {dtype}")
+    for name, dtype, form in product(techniques, dtypes, _forms(ops, device)):
+        progress(f"parity of {name} in {dtype}, {form}")
         count = cases if dtype == torch.float32 else max(cases // 4, 1)
-        found = check_technique(name, count, device=device, dtype=dtype, seed=seed)
+        found = check_technique(name, count, device=device, dtype=dtype, seed=seed, ops=form)
         yield make_record(
             bench="parity", arm=name, device=device, run=run, model="pico-gqa", weights="trained",
-            dtype=found.dtype, workload={"cases": found.cases, "seed": seed}, metrics=_flat(found),
+            dtype=found.dtype, workload={"cases": found.cases, "seed": seed, "ops": form}, metrics=_flat(found),
             notes="; ".join(map(str, found.mismatches[:3])),
         )  # fmt: skip
 
@@ -111,6 +114,7 @@ def requests(
     progress: Progress = silent,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     reuse: Sequence[bool] = (True, False),
+    ops: Sequence[str] | None = None,
 ) -> Iterator[Record]:
     """Requests at concurrency 8, in every mode of both phases, against the three oracles.
 
@@ -120,6 +124,7 @@ def requests(
         progress: called with a line for every mode.
         dtypes: of weights and computation.
         reuse: with a shared prefix computed once, and without.
+        ops: forms in which the model computes; None for all that the device can use.
 
     Yields:
         A record for each pair of modes.
@@ -128,14 +133,20 @@ def requests(
     options: dict[str, Any] = (
         {"load": replace(LOAD, count=8), "modes": [("full", "breakable")]} if quick else {}
     )
-    for dtype, reused in product(dtypes, reuse):
-        for found in check_requests(device, prefix_reuse=reused, dtype=dtype, progress=progress, **options):
+    for dtype, reused, form in product(dtypes, reuse, _forms(ops, device)):
+        checked: dict[str, Any] = {"prefix_reuse": reused, "dtype": dtype, "ops": form, "progress": progress}
+        for found in check_requests(device, **checked, **options):
             yield make_record(
                 bench="requests", arm=found.technique, device=device, run=run, model="pico-gqa",
                 weights="trained", dtype=found.dtype, metrics=_flat(found),
-                workload={**options.get("load", LOAD).as_dict(), "prefix_reuse": reused},
+                workload={**options.get("load", LOAD).as_dict(), "prefix_reuse": reused, "ops": form},
                 notes="; ".join(map(str, found.mismatches[:3])),
             )  # fmt: skip
+
+
+def _forms(ops: Sequence[str] | None, device: torch.device) -> Sequence[str]:
+    """The forms that were asked for, or all that the device can use."""
+    return ops or [name for name, why in good_ops(device).items() if why is None]
 
 
 def _flat(found: TechniqueParity) -> dict[str, Any]:

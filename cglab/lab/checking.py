@@ -16,6 +16,7 @@ from cglab.lab.prefill_cases import PrefillOracles
 from cglab.lab.techniques import technique
 from cglab.lab.verdicts import TechniqueParity
 from cglab.models.loading import LoadedModel, find_model, load_model, random_model
+from cglab.models.ops import check_ops
 
 CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {"decode": DecodeOracles, "prefill": PrefillOracles}
 """How each available technique is checked; the suite fails for one that is missing here."""
@@ -32,6 +33,7 @@ def check_technique(
     plant: str | None = None,
     dtype: torch.dtype = torch.float32,
     windowed: bool = False,
+    ops: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> TechniqueParity:
     """Runs random sequences of a technique against the three oracles.
@@ -45,16 +47,18 @@ def check_technique(
         dtype: float32 judges all three oracles; a lower precision reports what oracle 2 finds without failing it.
         windowed: the shipped model's shape with random weights, every second layer with a window that most sequences
             outgrow, instead of the shipped model.
+        ops: the form in which the model computes; None for the device's own default.
         progress: called with the number of finished cases.
 
     Raises:
-        ToggleError: for an unknown or unavailable technique, or fewer than one case.
+        ToggleError: for an unknown or unavailable technique, fewer than one case, or ops that the device cannot use.
     """
     if cases < 1:
         raise ToggleError(f"cases must be at least 1, got {cases}")
     technique(name).check(technique(name).values[0])
+    form = check_ops(ops, device)
     with planted(plant):
-        oracles = CASES[name](_model(windowed, device, dtype), device, seed)
+        oracles = CASES[name](_model(windowed, device, dtype), device, seed, form)
         try:
             for number in range(cases):
                 oracles.case(number)

@@ -35,6 +35,7 @@ from cglab.measure.memory import Memory, memory_now
 from cglab.measure.parity import Parity
 from cglab.measure.profiling import profile
 from cglab.models.loading import ModelSource, load_model
+from cglab.models.ops import use_ops
 from cglab.runners.base import GraphGroup, Runner
 
 
@@ -50,20 +51,10 @@ class Lab:
     """
 
     def __init__(
-        self,
-        name: str | Path,
-        source: ModelSource,
-        layout: CacheLayout,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        buckets: Sequence[int] | None,
-        prefill_buckets: Sequence[int] | None,
-        scheduling: SchedulerOptions,
-        padding: bool,
-        seed: int,
-        debug: bool,
-    ) -> None:
+        self, name: str | Path, source: ModelSource, layout: CacheLayout, *,
+        device: torch.device, dtype: torch.dtype, ops: str, buckets: Sequence[int] | None,
+        prefill_buckets: Sequence[int] | None, scheduling: SchedulerOptions, padding: bool, seed: int, debug: bool,
+    ) -> None:  # fmt: skip
         sizes = sglang_decode if padding else exact_sizes
         self.buckets = bucket_list(layout.rows - 1, sizes, explicit=buckets)
         self.prefill_buckets = prefill_sizes(scheduling.token_budget, prefill_buckets)
@@ -76,12 +67,23 @@ class Lab:
             source, device=device, dtype=dtype, seed=seed
         )
         kv = paged_kv(layout, self.config, device=device, dtype=dtype)
+        use_ops(ops, self.model, kv)
         self.phases = LabPhases(
             self.model, kv, self.group, self.captures, buckets=self.buckets,
             prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
         )  # fmt: skip
         self.engine = Engine(self.model, kv, self.phases, scheduling)
         self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
+
+    @property
+    def ops(self) -> str:
+        """In which kernels the model computes, in every arm; see ``models.ops``."""
+        return self.model.body.name
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds that went into compiling for models of this shape so far."""
+        return self.model.body.compile_seconds
 
     @property
     def max_context(self) -> int:
@@ -198,7 +200,8 @@ class Lab:
 
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
-        return {**steps.describe(step, self.runner("eager", name)), "cache": self.max_context}
+        described = steps.describe(step, self.runner("eager", name))
+        return {**described, "cache": self.max_context, "ops": self.ops}
 
     def step_parity(self, mode: str, step: Step, name: str = "decode") -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1)."""
@@ -216,14 +219,9 @@ class Lab:
         return Sweep(tuple(self.compare(name, arms, **{size: each, **options}) for each in swept))
 
     def profile(
-        self,
-        name: str = "decode",
-        arms: Sequence[str] = ("eager", "full"),
-        *,
-        repeats: int = 3,
-        save: str | Path | None = None,
-        **sizes: int | None,
-    ) -> Profile:
+        self, name: str = "decode", arms: Sequence[str] = ("eager", "full"), *, repeats: int = 3,
+        save: str | Path | None = None, **sizes: int | None,
+    ) -> Profile:  # fmt: skip
         """Traces a few steps of each arm; never used for times.
 
         Args:

@@ -14,6 +14,7 @@ from cglab.engine.memory import CacheLayout
 from cglab.errors import InputError, ModelError
 from cglab.lab.facade import Lab
 from cglab.models.loading import find_model
+from cglab.models.ops import check_ops
 
 PAGE_SIZE: Final = 16
 CPU_SIZES: Final = {"max_batch": 8, "max_context": 512, "token_budget": 256}
@@ -36,6 +37,7 @@ def open_lab(
     padding: bool = True,
     seed: int = 0,
     debug: bool = False,
+    ops: str | None = None,
 ) -> Lab:
     """Opens a model.
 
@@ -57,10 +59,12 @@ def open_lab(
         padding: pad to a bucket; without it every size up to ``max_batch`` is captured.
         seed: of random weights.
         debug: outputs refuse to be read once they are stale.
+        ops: ``portable`` or ``compiled``; None takes ``CGLAB_OPS``, else compiled on a GPU, portable on a CPU.
 
     Raises:
         ModelError: if there is no such model, or it is damaged.
         DeviceError: if the device is not there.
+        ToggleError: for ops that the device cannot use.
         InputError: for a dtype that weights cannot have, or a size that makes no sense: before a weight is loaded.
     """
     if name is not None and not isinstance(name, str | Path):
@@ -76,6 +80,7 @@ def open_lab(
     for what, size in given.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise InputError(f"{what} must be a whole number of at least 1, got {size!r}")
+    form = check_ops(ops or settings.read_settings().ops, where)
     defaults = CPU_SIZES if where.type == "cpu" else GPU_SIZES
     sizes = {what: given[what] or default for what, default in defaults.items()}
     name = name or settings.read_settings().model
@@ -87,5 +92,5 @@ def open_lab(
     return Lab(
         name, source, layout, device=where, dtype=dtype, buckets=buckets, prefill_buckets=prefill_buckets,
         scheduling=SchedulerOptions(sizes["token_budget"], prefix_reuse=prefix_reuse, mixed=mixed),
-        padding=padding, seed=seed, debug=debug,
+        padding=padding, seed=seed, debug=debug, ops=form,
     )  # fmt: skip

@@ -29,18 +29,16 @@ from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.drift import Drift
 from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel
+from cglab.models.ops import use_ops
 from cglab.runners.base import GraphGroup, Runner
 
-Outcome = dict[str, Tensor]
-"""Named results of one step: ``tokens``, ``logits``, what else the phase hands out, keys and values of every pool."""
-State = Mapping[str, Tensor]
-"""Keys and values of every pool, by their names in ``PagedKV.caches``."""
+Outcome = dict[
+    str, Tensor
+]  # of a step: tokens, logits, what else the phase hands out, keys and values of every pool
+State = Mapping[str, Tensor]  # keys and values of every pool, by their names in ``PagedKV.caches``
 R = TypeVar("R", bound=Runner[Any])
-PAGE_SIZE = 16
-MAX_CONTEXT = 96
-TIE_SHARE = 0.01
-ALL_HEIGHTS = 40
-"""In so many first steps rounding is measured at every height, so that a few cases have a bound too."""
+PAGE_SIZE, MAX_CONTEXT, TIE_SHARE = 16, 96, 0.01
+ALL_HEIGHTS = 40  # in so many first steps rounding is measured at every height: a few cases have a bound too
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class StepOracles(ABC, Generic[R]):
         loaded: a model with small layers.
         device: where it runs.
         seed: of the sequences.
+        ops: the form in which the model computes; see ``models.ops``.
 
     Attributes:
         kv: a cache full of noise, the state that every case starts from.
@@ -79,7 +78,7 @@ class StepOracles(ABC, Generic[R]):
     heights: ClassVar[Sequence[int]]
     filler: ClassVar[Mapping[str, int]] = {}
 
-    def __init__(self, loaded: LoadedModel, device: torch.device, seed: int) -> None:
+    def __init__(self, loaded: LoadedModel, device: torch.device, seed: int, ops: str = "portable") -> None:
         dtype = loaded.model.embedding.weight.dtype
         self.exact = dtype == torch.float32
         self.loaded, self.device = loaded, device
@@ -88,15 +87,15 @@ class StepOracles(ABC, Generic[R]):
         )
         self.memory = RequestMemory(layout, MAX_CONTEXT, prefix_reuse=False)
         self.kv = paged_kv(layout, loaded.config, device=device, dtype=dtype)
+        use_ops(ops, loaded.model, self.kv)
         generator = torch.Generator(device).manual_seed(seed)
         for cache in self.kv.caches().values():
             cache.normal_(generator=generator)
         self._kinds = {"logits": "logits", "hidden": "hidden"} | dict.fromkeys(self.kv.caches(), "kv")
         self._clean = self._state()
         self.random = np.random.default_rng(seed)
-        self._heights = np.random.default_rng(
-            seed + 1
-        )  # the sequences do not depend on how drift is measured
+        # The sequences do not depend on how drift is measured.
+        self._heights = np.random.default_rng(seed + 1)
         self.group = GraphGroup(device)
         self.runners = self.make_runners()
         for runner in self.runners.values():
@@ -104,7 +103,10 @@ class StepOracles(ABC, Generic[R]):
         self.drift = Drift()
         self._parted: list[tuple[dict[str, Any], float]] = []
         self.result = TechniqueParity(
-            self.technique, dtype=str(dtype).removeprefix("torch."), recorder=self.group.recorder.name
+            self.technique,
+            dtype=str(dtype).removeprefix("torch."),
+            recorder=self.group.recorder.name,
+            ops=ops,
         )
 
     @abstractmethod

@@ -50,7 +50,13 @@ def recovery_sweep(
     """
     with (
         open_lab(
-            "pico-gqa", device=device, dtype=torch.float32, max_batch=2, max_context=64, buckets=[2]
+            "pico-gqa",
+            device=device,
+            dtype=torch.float32,
+            max_batch=2,
+            max_context=64,
+            buckets=[2],
+            ops="portable",  # faults are planned at operators, which a compiled region has none of
         ) as lab,
         steady_decode(lab.engine, 2, 20) as step,
         _frozen_heap(),

@@ -33,16 +33,13 @@ from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.drift import Drift
 from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel, load_model
+from cglab.models.ops import check_ops, use_ops
 from cglab.runners.base import GraphGroup, Runner
 
 MODES = ("eager", "full", "breakable")
 LOAD = Load(count=64, concurrency=8, prompt_tokens=(4, 24), new_tokens=(2, 24), shared_prefix=16)
-PAGES, PAGE_SIZE, MAX_CONTEXT, BUDGET = (
-    36,
-    4,
-    64,
-    32,
-)  # small pages, few of them: requests outgrow their share
+# Small pages, few of them: requests outgrow their share.
+PAGES, PAGE_SIZE, MAX_CONTEXT, BUDGET = 36, 4, 64, 32
 BUCKETS, PREFILL_BUCKETS = (1, 2, 4, 8), (4, 8, 16, 24, 32)
 
 
@@ -117,6 +114,7 @@ class RequestOracles:
         load: the requests.
         prefix_reuse: a shared prefix is computed once.
         mixed: requests that decode ride along in prefill steps.
+        ops: the form in which the model computes; see ``models.ops``.
     """
 
     def __init__(
@@ -127,8 +125,9 @@ class RequestOracles:
         *,
         prefix_reuse: bool,
         mixed: bool = False,
+        ops: str = "portable",
     ) -> None:
-        self.loaded, self.device, self.load = loaded, device, load
+        self.loaded, self.device, self.load, self.ops = loaded, device, load, ops
         dtype = loaded.model.embedding.weight.dtype
         self.kv = PagedKV(
             loaded.config, pages=PAGES, page_size=PAGE_SIZE, rows=BUCKETS[-1] + 1, max_context=MAX_CONTEXT,
@@ -139,6 +138,7 @@ class RequestOracles:
             loaded.model, self.kv, self.group, self.captures, buckets=BUCKETS, prefill_buckets=PREFILL_BUCKETS,
             options=Options(strict=True),
         )  # fmt: skip
+        use_ops(ops, loaded.model, self.kv)
         self.policy = SchedulerOptions(BUDGET, prefix_reuse=prefix_reuse, mixed=mixed)
         self.exact = dtype == torch.float32
         self._dtype = str(dtype).removeprefix("torch.")
@@ -219,7 +219,7 @@ class RequestOracles:
     def check(self, decode: str, prefill: str) -> TechniqueParity:
         """The load with these modes against all three oracles; ``alone`` comes before."""
         self.captures.decode, self.captures.prefill = decode, prefill
-        result = TechniqueParity(f"decode={decode}, prefill={prefill}", dtype=self._dtype)
+        result = TechniqueParity(f"decode={decode}, prefill={prefill}", dtype=self._dtype, ops=self.ops)
         result.recorder, result.capturable = self.group.recorder.name, {decode, prefill} != {"eager"}
         got = self._served()
         result.cases, result.steps = self.load.count, len(got.served)
@@ -270,6 +270,7 @@ def check_requests(
     prefix_reuse: bool = True,
     mixed: bool = False,
     dtype: torch.dtype = torch.float32,
+    ops: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[TechniqueParity]:
     """Runs one load in several modes against the three oracles.
@@ -281,13 +282,15 @@ def check_requests(
         prefix_reuse: a shared prefix is computed once.
         mixed: requests that decode ride along in prefill steps.
         dtype: float32 judges all three oracles; a lower precision reports what oracle 2 finds without failing it.
+        ops: the form in which the model computes; None for the device's own default.
         progress: called with each pair of modes.
 
     Yields:
         One verdict for each pair of modes.
     """
     loaded = load_model("pico-gqa", device=device, dtype=dtype)
-    oracles = RequestOracles(loaded, device, load, prefix_reuse=prefix_reuse, mixed=mixed)
+    form = check_ops(ops, device)
+    oracles = RequestOracles(loaded, device, load, prefix_reuse=prefix_reuse, mixed=mixed, ops=form)
     try:
         oracles.alone()
         for decode, prefill in modes:

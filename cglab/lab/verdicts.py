@@ -45,6 +45,7 @@ class TechniqueParity:
     dtype: str = ""
     recorder: str = ""
     model: str = "pico-gqa"
+    ops: str = "portable"
 
     KEPT = 20
 

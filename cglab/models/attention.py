@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cglab.errors import InputError
 from cglab.graphs.breaks import eager_break
-from cglab.models.kv import LayerPool, PagedKV
+from cglab.models.kv import CacheAttention, LayerCache, LayerPool, PagedKV
 
 
 @dataclass(slots=True)
@@ -29,6 +29,20 @@ class LiveRows:
     """
 
     rows: int | None = None
+
+
+def require_step(request_rows: Tensor, seq_lens: Tensor, slots: Tensor, width: int) -> None:
+    """Checks the sizes of a decode step.
+
+    Raises:
+        InputError: if they do not fit each other.
+    """
+    requests = request_rows.shape[0]
+    if seq_lens.shape[0] != requests or slots.shape[0] != requests * width:
+        raise InputError(
+            f"{requests} request rows, {seq_lens.shape[0]} lengths and {slots.shape[0]} slots do not "
+            f"make a step of width {width}: give one length and {width} slots for each row"
+        )
 
 
 class _PoolStep:
@@ -61,7 +75,7 @@ class _PoolStep:
         self.mask = mask if width == 1 else mask.unsqueeze(2).expand(-1, -1, pool.group, -1, -1).flatten(2, 3)
 
 
-class DecodeAttention:
+class DecodeAttention(CacheAttention):
     """Attention of a step with equally many new tokens of each request: decode, or verify of drafted tokens.
 
     Query i of a request sees its first ``seq_len - width + i + 1`` tokens, itself included; in a layer with a
@@ -96,13 +110,8 @@ class DecodeAttention:
         """
         self.kv, self.width, self.live = kv, width, live or LiveRows()
         given = kv.by_pool(out_slots, window_out_slots)
-        requests = request_rows.shape[0]
         for slots in given.values():
-            if seq_lens.shape[0] != requests or slots.shape[0] != requests * width:
-                raise InputError(
-                    f"{requests} request rows, {seq_lens.shape[0]} lengths and {slots.shape[0]} slots do not "
-                    f"make a step of width {width}: give one length and {width} slots for each row"
-                )
+            require_step(request_rows, seq_lens, slots, width)
         last = (seq_lens.unsqueeze(1) + (kv.context_positions[:width] - width)).unsqueeze(-1)
         self._steps = {
             pool: _PoolStep(pool, slots, request_rows, seq_lens, last)
@@ -110,12 +119,16 @@ class DecodeAttention:
             if pool.layers
         }
 
-    def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends in one layer; see ``decoder.Attend``."""
+    def cache(self, layer_index: int) -> LayerCache:
+        """See ``CacheAttention``."""
+        pool = self.kv.pool(layer_index)
+        return pool.cache(layer_index, self._steps[pool].out_slots)
+
+    def attend(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See ``CacheAttention``; new keys and values are read from the cache, like those before them."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         pool = self.kv.pool(layer_index)
         step = self._steps[pool]
-        pool.write(layer_index, step.out_slots, key, value)
         _decode(
             pool,
             layer_index,

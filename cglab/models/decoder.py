@@ -24,7 +24,7 @@ class Attend(Protocol):
     """Attention over whatever cache it holds: stores this step's keys and values and reads those before."""
 
     def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends in one layer.
+        """Stores and attends in one layer.
 
         Args:
             layer_index: which decoder block asks.
@@ -36,6 +36,45 @@ class Attend(Protocol):
             [T, heads * head_dim], in the dtype of ``query``.
         """
         ...
+
+
+class Body(Protocol):
+    """A way to compute all blocks and the last norm: the same formulas, in other kernels.
+
+    Attributes:
+        name: what the choice is called.
+        compile_seconds: what compiling for models of this shape has taken so far.
+    """
+
+    name: str
+    compile_seconds: float
+
+    def __call__(self, model: Decoder, hidden: Tensor, turn: Tensor, attend: Any) -> Tensor:
+        """Runs every block.
+
+        Args:
+            model: whose weights are used.
+            hidden: [T, hidden_size], embeddings.
+            turn: [T, 2, head_dim], rows of ``rotary_table``.
+            attend: see ``Attend``; a form may ask more of it.
+
+        Returns:
+            [T, hidden_size]: the normed hidden states.
+        """
+        ...
+
+
+class Portable:
+    """Block after block in PyTorch's own operators: on any device and recorder, and what others are checked against."""
+
+    name, compile_seconds = "portable", 0.0
+
+    def __call__(self, model: Decoder, hidden: Tensor, turn: Tensor, attend: Attend) -> Tensor:
+        """See ``Body``."""
+        for layer_index, block in enumerate(model.blocks):
+            hidden = block(hidden, turn, layer_index, attend)
+        out: Tensor = model.norm(hidden)
+        return out
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None) -> Tensor:
@@ -155,6 +194,9 @@ class Decoder(nn.Module):
 
     The parameters are uninitialised memory: ``loading.load_model`` fills them from a checkpoint or a seed.
 
+    Attributes:
+        body: how the blocks are computed; ``ops.use`` changes it.
+
     Args:
         config: the shape.
         device: where the parameters are allocated.
@@ -173,6 +215,7 @@ class Decoder(nn.Module):
         super().__init__()
         place: dict[str, Any] = {"device": device or "cpu", "dtype": dtype or torch.get_default_dtype()}
         self.config = config
+        self.body: Body = Portable()
         self.embedding = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **place)
         self.blocks = nn.ModuleList(Block(config, **place) for _ in range(config.num_layers))
         self.norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
@@ -193,10 +236,7 @@ class Decoder(nn.Module):
             [T, hidden_size]: the normed hidden states, in the parameters' dtype.
         """
         hidden = self.embedding(input_ids)
-        turn = self.rotary.index_select(0, positions)
-        for layer_index, block in enumerate(self.blocks):
-            hidden = block(hidden, turn, layer_index, attend)
-        return self.norm(hidden)
+        return self.body(self, hidden, self.rotary.index_select(0, positions), attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token.

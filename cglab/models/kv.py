@@ -11,15 +11,53 @@ engine's business.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cglab.errors import InputError
 from cglab.models.config import ModelConfig
+
+
+class LayerCache(NamedTuple):
+    """Where one layer's keys and values of a step go.
+
+    Attributes:
+        keys: [slots, kv_heads, head_dim], the layer's cache.
+        values: likewise.
+        slots: [T] int64, one for each new token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+    def store(self, key: Tensor, value: Tensor) -> None:
+        """Stores keys and values [T, kv_heads, head_dim]; slot 0 may occur more than once."""
+        self.keys.index_copy_(0, self.slots, key.to(self.keys.dtype))
+        self.values.index_copy_(0, self.slots, value.to(self.values.dtype))
+
+
+class CacheAttention(ABC):
+    """Attention over a paged cache: an ``attend`` callable in two halves, so that a form may store in its own way."""
+
+    @abstractmethod
+    def cache(self, layer_index: int) -> LayerCache:
+        """Where the layer's keys and values of this step go."""
+
+    @abstractmethod
+    def attend(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attends in one layer, whose keys and values are stored; see ``decoder.Attend``."""
+
+    def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Stores and attends in one layer; see ``decoder.Attend``."""
+        self.cache(layer_index).store(key, value)
+        return self.attend(layer_index, query, key, value)
 
 
 class LayerPool:
@@ -61,19 +99,12 @@ class LayerPool:
         self.values = torch.zeros(shape, device=place, dtype=dtype)
         self.page_table = torch.zeros((rows, max_pages), device=place, dtype=torch.int64)
         self._index = {layer: index for index, layer in enumerate(layers)}
+        # As tensors of their own: a compiled function that is given a view is bound to its base as well.
+        self._layers = [(keys.data, values.data) for keys, values in zip(self.keys, self.values, strict=True)]
 
-    def write(self, layer_index: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores keys and values of one layer.
-
-        Args:
-            layer_index: the layer of the model.
-            slots: [T] int64; slot 0 may occur more than once.
-            key: [T, kv_heads, head_dim].
-            value: [T, kv_heads, head_dim].
-        """
-        index = self._index[layer_index]
-        self.keys[index].index_copy_(0, slots, key)
-        self.values[index].index_copy_(0, slots, value)
+    def cache(self, layer_index: int, slots: Tensor) -> LayerCache:
+        """One layer's tensors with the slots that a step writes."""
+        return LayerCache(*self._layers[self._index[layer_index]], slots)
 
     def read(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Gathers keys and values of one layer.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cglab.models.kv import LayerPool, PagedKV
+from cglab.models.kv import CacheAttention, LayerCache, LayerPool, PagedKV
 from cglab.models.packed import fits_varlen, packed_slots, varlen_kernel
 
 
@@ -48,10 +48,9 @@ class _PoolAxis:
         self.key_slots = packed_slots(pool, request_rows, cu_seqlens_k, room, firsts)
         self._mask: Tensor | None = None
 
-    def attend(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer_index: int, query: Tensor) -> Tensor:
         """[T, heads, head_dim]; rows that are no request's are unset."""
         pool = self.pool
-        pool.write(layer_index, self.out_slots, key.to(pool.keys.dtype), value.to(pool.keys.dtype))
         keys, values = (cached.to(query.dtype) for cached in pool.gather(layer_index, self.key_slots))
         if fits_varlen(query):
             kernel, longest = varlen_kernel(pool.window), (len(query), self.room)
@@ -78,7 +77,7 @@ class _PoolAxis:
         return (place >= first.unsqueeze(1)) & (place <= last.unsqueeze(1))
 
 
-class RequestAxisAttention:
+class RequestAxisAttention(CacheAttention):
     """Attention of a step whose split into requests is data on the device.
 
     Args:
@@ -115,7 +114,12 @@ class RequestAxisAttention:
             if pool.layers:
                 self._axes[pool] = _PoolAxis(pool, slots, request_rows, cu_seqlens_q, cu_seqlens_k, room)
 
-    def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends in one layer; see ``decoder.Attend``."""
-        attended = self._axes[self.kv.pool(layer_index)].attend(layer_index, query, key, value)
+    def cache(self, layer_index: int) -> LayerCache:
+        """See ``CacheAttention``."""
+        pool = self.kv.pool(layer_index)
+        return pool.cache(layer_index, self._axes[pool].out_slots)
+
+    def attend(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See ``CacheAttention``; new keys and values are read from the cache, like those before them."""
+        attended = self._axes[self.kv.pool(layer_index)].attend(layer_index, query)
         return attended.flatten(1).masked_fill_(self.padded, 0.0)

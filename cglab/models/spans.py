@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cglab.errors import InputError
 from cglab.graphs.breaks import eager_break
-from cglab.models.kv import LayerPool, PagedKV
+from cglab.models.kv import CacheAttention, LayerCache, LayerPool, PagedKV
 from cglab.models.packed import fits_varlen, packed_slots, portable, varlen_kernel
 
 
@@ -131,7 +131,7 @@ class LiveSpans:
         return self._plans[pool]
 
 
-class PrefillAttention:
+class PrefillAttention(CacheAttention):
     """Attention of a step in which each request brings its own number of tokens, cached ones before them."""
 
     def __init__(
@@ -151,13 +151,17 @@ class PrefillAttention:
         self.kv, self.live = kv, live
         self.out_slots = kv.by_pool(out_slots, window_out_slots)
 
-    def __call__(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends in one layer; see ``decoder.Attend``."""
+    def cache(self, layer_index: int) -> LayerCache:
+        """See ``CacheAttention``."""
+        pool = self.kv.pool(layer_index)
+        return pool.cache(layer_index, self.out_slots[pool])
+
+    def attend(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See ``CacheAttention``."""
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         pool = self.kv.pool(layer_index)
         # What is attended to is what the cache holds, so that a prompt in chunks equals the prompt at once.
         key, value = key.to(pool.keys.dtype), value.to(pool.keys.dtype)
-        pool.write(layer_index, self.out_slots[pool], key, value)
         _prefill(pool, layer_index, query=query, key=key, value=value, out=out, live=self.live)
         return out
 

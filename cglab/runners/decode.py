@@ -23,9 +23,10 @@ from cglab.graphs.address import AddressContract
 from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
-from cglab.models.attention import DecodeAttention, LiveRows
+from cglab.models.attention import LiveRows
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
+from cglab.models.ops import DECODE_ATTENTION
 from cglab.models.sampling import sample
 from cglab.runners.base import GraphGroup, Runner, distinct_slots, window_inputs
 
@@ -83,7 +84,7 @@ class DecodeRunner(Runner[int]):
         Returns:
             Next token ids [requests] int64, and logits [requests, vocabulary] in the model's dtype.
         """
-        attention = DecodeAttention(
+        attention = DECODE_ATTENTION[self.model.body.name](
             self.kv, out_slots=inputs["out_slots"], window_out_slots=inputs.get("window_out_slots"),
             request_rows=inputs["request_rows"], seq_lens=inputs["seq_lens"], live=self.live,
         )  # fmt: skip

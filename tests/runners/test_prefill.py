@@ -302,7 +302,7 @@ def test_p47_a_capture_patches_nothing_whether_it_succeeds_or_fails(prefills, ba
     assert functions(one.model) == before
     one.step([(1, 0, 5)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.kv.full, "write", broken)
+        patch.setattr(one.kv.full, "cache", broken)
         with pytest.raises(Exception, match="out of order"):
             one.runner.capture()
     one.runner.capture()

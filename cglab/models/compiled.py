@@ -1,0 +1,198 @@
+"""The compiled form of the decoder's body: what lies between two attentions, as regions of ``torch.compile``.
+
+Every block is the same two functions of tensors, so each is compiled twice for all of them: for one row, where a
+matrix product is bound by reading the weights and gets a kernel of its own, and for any other number of rows. Both
+are compiled before the first step, on rows that are no other size of the model: nothing is compiled in a capture's
+warm-up or in a timed step, and nothing again later (B57, B58). Attention stays outside, so that it can be a break.
+
+The residual stream is carried beside the block's output, and added where the next norm reads it anyway. It cannot run
+on a CPU, where the tape records uncompiled operations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cglab.errors import RecompiledError
+from cglab.models.config import ModelConfig
+from cglab.models.decoder import Decoder
+from cglab.models.kv import CacheAttention, LayerCache, PagedKV
+
+EXAMPLE_ROWS = (37, 1)
+"""Rows of the examples: a number that no other size of a model has, so that it is not taken for that size; and one."""
+
+Between = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Kernels(NamedTuple):
+    """What is not left to the compiler; see ``models.kernels``."""
+
+    matvec: Callable[..., Tensor]
+    turn_and_store: Callable[..., tuple[Tensor, Tensor]]
+
+
+def written_kernels() -> Kernels:
+    """The hand-written ones; they need Triton."""
+    from cglab.models.kernels.matvec import matvec
+    from cglab.models.kernels.turn import turn_and_store
+
+    return Kernels(matvec, turn_and_store)
+
+
+def regions(config: ModelConfig, kernels: Kernels) -> tuple[Callable[..., Between], Callable[..., Any]]:
+    """The two halves of a block around its attention, as functions of tensors alone.
+
+    Args:
+        config: the decoder's shape.
+        kernels: of what is not left to the compiler.
+
+    Returns:
+        ``enter``: from a block's input to queries, keys and values, stored in the cache; and ``leave``: from what was
+        attended to the block's output. Both take and give the residual stream beside it.
+    """
+    eps, head_dim, kv_heads = config.rms_norm_eps, config.head_dim, config.num_kv_heads
+    width, turned = config.hidden_size, config.num_heads + kv_heads
+    matvec, turn_and_store = kernels
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return matvec(x, weight, bias) if x.shape[0] == 1 else F.linear(x, weight, bias)
+
+    def enter(
+        hidden: Tensor, residual: Tensor, turn: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None,
+        head_norm: Tensor | None, keys: Tensor, values: Tensor, slots: Tensor,
+    ) -> Between:  # fmt: skip
+        residual = residual + hidden
+        normed = F.rms_norm(residual, (width,), norm, eps)
+        qkv = linear(normed, weight, bias).view(-1, turned + kv_heads, head_dim)
+        query, key = turn_and_store(qkv, turn, head_norm, eps, keys, values, slots)
+        return query, key, qkv[:, turned:], residual
+
+    def leave(
+        attended: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor,
+        gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        residual = residual + linear(attended, weight, bias)
+        normed = F.rms_norm(residual, (width,), norm, eps)
+        if normed.shape[0] == 1:
+            return matvec(matvec(normed, gate_up, gate_up_bias, gated=True), down, down_bias), residual
+        gate, up = F.linear(normed, gate_up, gate_up_bias).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, down, down_bias), residual
+
+    return enter, leave
+
+
+def of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on a copy of its code: the compiler counts and keeps what it compiles by code object."""
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace()
+    return FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
+class Compiled:
+    """``decoder.Body`` in compiled regions.
+
+    Args:
+        config: the decoder's shape.
+        backend: of ``torch.compile``.
+        kernels: of what is not left to the compiler; None for the hand-written ones.
+
+    Attributes:
+        compilations: how often the compiler has run; constant after ``prepare``.
+        compile_seconds: spent in ``prepare``.
+    """
+
+    name = "compiled"
+
+    def __init__(
+        self, config: ModelConfig, *, backend: str = "inductor", kernels: Kernels | None = None
+    ) -> None:
+        self.config, self.compilations, self.compile_seconds = config, 0, 0.0
+        self._compile = torch._dynamo.lookup_backend(backend)  # type: ignore[attr-defined,unused-ignore]
+        both = regions(config, kernels or written_kernels())
+        self._enter, self._leave = (
+            torch.compile(of_its_own(each), backend=self._counted, fullgraph=True) for each in both
+        )
+
+    def _counted(self, module: Any, inputs: Any) -> Any:
+        self.compilations += 1
+        return self._compile(module, inputs)
+
+    @torch.no_grad()
+    def prepare(self, model: Decoder, kv: PagedKV) -> None:
+        """Compiles for a model and its cache, whose reserved slot is written; nothing where that was done before."""
+        started, block, device = time.perf_counter(), model.blocks[0], kv.device
+        for pool in (pool for pool in kv.pools if pool.layers):
+            for rows in EXAMPLE_ROWS:
+                slots = torch.zeros(rows, device=device, dtype=torch.int64)
+                cache = pool.cache(pool.layers[0], slots)
+                place: dict[str, Any] = {"device": device, "dtype": model.rotary.dtype}
+                # Each a tensor of its own, and none a view: it would be compiled for as such.
+                hidden, residual = (torch.zeros((rows, self.config.hidden_size), **place) for _ in range(2))
+                attended = torch.zeros((rows, self.config.num_heads * self.config.head_dim), **place)
+                turn = model.rotary.index_select(0, slots)
+                for tensor in (
+                    cache.keys,
+                    cache.values,
+                    *[hidden, residual, attended, turn, slots] * (rows > 1),
+                ):
+                    torch._dynamo.mark_dynamic(tensor, 0)
+                enter, leave = self._halves(block)
+                enter(hidden, residual, turn, cache)
+                leave(attended, residual)
+        self.compile_seconds += time.perf_counter() - started
+
+    def _halves(self, block: Any) -> tuple[Callable[..., Between], Callable[..., tuple[Tensor, Tensor]]]:
+        attention, forward = block.attention, block.feed_forward
+
+        def enter(hidden: Tensor, residual: Tensor, turn: Tensor, cache: LayerCache) -> Between:
+            found: Between = self._enter(
+                hidden, residual, turn, block.attention_norm.weight, attention.qkv.weight, attention.qkv.bias,
+                attention.head_norm, *cache,
+            )  # fmt: skip
+            return found
+
+        def leave(attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            found: tuple[Tensor, Tensor] = self._leave(
+                attended, residual, attention.output.weight, attention.output.bias,
+                block.feed_forward_norm.weight, forward.gate_up.weight, forward.gate_up.bias, forward.down.weight,
+                forward.down.bias,
+            )  # fmt: skip
+            return found
+
+        return enter, leave
+
+    def __call__(self, model: Decoder, hidden: Tensor, turn: Tensor, attend: CacheAttention) -> Tensor:
+        """See ``decoder.Body``; ``attend`` tells where its keys and values go."""
+        residual = torch.zeros_like(hidden)
+        for layer_index, block in enumerate(model.blocks):
+            enter, leave = self._halves(block)
+            query, key, value, residual = enter(hidden, residual, turn, attend.cache(layer_index))
+            hidden, residual = leave(attend.attend(layer_index, query, key, value), residual)
+        out: Tensor = model.norm(residual + hidden)
+        return out
+
+    @contextmanager
+    def nothing_compiled(self) -> Iterator[None]:
+        """Within, the compiler must not run.
+
+        Raises:
+            RecompiledError: at the end, if it did.
+        """
+        before = self.compilations
+        yield
+        if self.compilations != before:
+            raise RecompiledError(
+                f"the compiler ran {self.compilations - before} times after everything was compiled: a step has "
+                "tensors of another kind (dtype, device, layout) than the model's; TORCH_LOGS=recompiles tells which"
+            )

@@ -1,0 +1,153 @@
+"""Attention of a decode step over the paged cache: split along the context, then joined (flash decoding).
+
+Each program reads a part of one request's context for one key head, and all query heads that share it. How many parts
+there are is fixed for a batch size, how long they are follows from the request's length, which is data: one recording
+serves every length, and no more of the cache is read than a request has. Weights and sums are in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _part(query, keys, values, table, rows, lens, parts_out, parts_log, out, scale, pages, KV: tl.constexpr,
+          GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+          PAGE: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    request, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lens + request).to(tl.int32)
+    page_row = table + tl.load(rows + request) * pages
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(length - (WINDOW + WIDTH - 1), 0)
+    share = tl.cdiv(tl.cdiv(length - begin, PARTS), BLOCK) * BLOCK
+    first = begin + part * share
+    last = tl.minimum(first + share, length)
+    asks, place = tl.arange(0, QUERIES), tl.arange(0, D)
+    # Row ``asks`` is new token ``asks // GROUP`` of the request and query head ``asks % GROUP`` of this key head.
+    token, heads = request * WIDTH + asks // GROUP, head * GROUP + asks % GROUP
+    real = (asks < GROUP * WIDTH)[:, None] & (place < DIM)[None, :]
+    where = (token * (KV * GROUP) + heads)[:, None] * DIM + place[None, :]
+    asked = tl.load(query + where, mask=real, other=0.0)
+    end = length - WIDTH + 1 + asks // GROUP  # the first position that a row does not see
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    held = tl.zeros([QUERIES, D], tl.float32)
+    for start in range(first, last, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < last
+        page = tl.load(page_row + position // PAGE, mask=inside, other=0)
+        slot = (page * PAGE + position % PAGE) * KV + head
+        cell = slot[:, None] * DIM + place[None, :]
+        there = inside[:, None] & (place < DIM)[None, :]
+        key = tl.load(keys + cell, mask=there, other=0.0).to(asked.dtype)
+        value = tl.load(values + cell, mask=there, other=0.0).to(asked.dtype)
+        score = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale
+        seen = inside[None, :] & (position[None, :] < end[:, None])
+        if WINDOW:
+            seen = seen & (position[None, :] >= end[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        weight, fade = tl.exp2(score - safe[:, None]), tl.exp2(top - safe)
+        total = total * fade + tl.sum(weight, 1)
+        held = held * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        top = higher
+    share_of = held / tl.where(total > 0, total, 1.0)[:, None]
+    if PARTS == 1:
+        tl.store(out + where, share_of.to(out.dtype.element_ty), mask=real)
+    else:
+        line = ((request * KV + head) * PARTS + part) * (GROUP * WIDTH) + asks
+        log = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(parts_log + line, log, mask=asks < GROUP * WIDTH)
+        tl.store(parts_out + line[:, None] * DIM + place[None, :], share_of, mask=real)
+
+
+@triton.jit
+def _join(parts_out, parts_log, out, KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
+          WIDTH: tl.constexpr, PARTS: tl.constexpr, P: tl.constexpr):  # fmt: skip
+    token, head = tl.program_id(0), tl.program_id(1)
+    row = (token % WIDTH) * GROUP + head % GROUP
+    part, place = tl.arange(0, P), tl.arange(0, D)
+    line = (((token // WIDTH) * KV + head // GROUP) * PARTS + part) * (GROUP * WIDTH) + row
+    log = tl.load(parts_log + line, mask=part < PARTS, other=float("-inf"))
+    weight = tl.exp2(log - tl.max(log, 0))
+    weight = weight / tl.sum(weight, 0)
+    there = (part < PARTS)[:, None] & (place < DIM)[None, :]
+    held = tl.load(parts_out + line[:, None] * DIM + place[None, :], mask=there, other=0.0)
+    result = tl.sum(held * weight[:, None], 0).to(out.dtype.element_ty)
+    tl.store(out + (token * (KV * GROUP) + head) * DIM + place, result, mask=place < DIM)
+
+
+def parts_for(requests: int, kv_heads: int, processors: int, context: int, block: int = 64) -> int:
+    """Into how many parts a context is split: enough that the processors have two programs each, and no more.
+
+    Args:
+        requests: rows of the padded step; a batch's own number, so that padding changes nobody's sums.
+        kv_heads: key heads.
+        processors: of the device.
+        context: most tokens that a request can have.
+        block: tokens that a program reads at a time.
+    """
+    wanted = triton.cdiv(2 * processors, requests * kv_heads)
+    return max(1, min(wanted, triton.cdiv(context, block), 64))
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    request_rows: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    *,
+    parts: int,
+    page_size: int,
+    width: int = 1,
+    window: int | None = None,
+    block: int = 64,
+    warps: int = 4,
+    stages: int = 2,
+) -> None:
+    """Attends to the paged cache of one layer.
+
+    Args:
+        query: [requests * width, heads, head_dim], contiguous.
+        keys: [slots, kv_heads, head_dim].
+        values: likewise.
+        page_table: [rows, pages] int64.
+        request_rows: [requests] int64, rows of the table.
+        seq_lens: [requests] int64, tokens of each request, its new ones included: at least ``width``.
+        out: [requests * width, heads, head_dim], written.
+        parts: from :func:`parts_for`.
+        page_size: tokens of a page.
+        width: new tokens of each request.
+        window: positions that a query sees, its own included; None for all before it.
+        block: tokens that a program reads at a time.
+        warps: of a program.
+        stages: blocks in flight.
+    """
+    tokens, heads, dim = query.shape
+    kv, requests = keys.shape[1], tokens // width
+    group, padded_dim = heads // kv, triton.next_power_of_2(dim)
+    lines = requests * kv * parts * group * width if parts > 1 else 0
+    parts_out = torch.empty((lines, dim), device=query.device, dtype=torch.float32)
+    parts_log = torch.empty((lines,), device=query.device, dtype=torch.float32)
+    # At least 16 rows: a matrix unit takes no fewer.
+    queries = max(16, triton.next_power_of_2(group * width))
+    _part[(requests, kv, parts)](
+        query, keys, values, page_table, request_rows, seq_lens, parts_out, parts_log, out,
+        LOG2_E / dim**0.5, page_table.shape[1], kv, group, queries, dim, padded_dim, width, page_size, window or 0,
+        parts, block, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if parts > 1:
+        _join[(tokens, heads)](
+            parts_out, parts_log, out, kv, group, dim, padded_dim, width, parts, triton.next_power_of_2(parts),
+            num_warps=2,
+        )  # fmt: skip

@@ -1,0 +1,73 @@
+"""``ops``: in which kernels a model computes, the same in the eager and in the captured arm.
+
+``portable`` is PyTorch's own operators, block after block, over gathered keys and values: it runs anywhere, and it is
+what the tape records. ``compiled`` is regions of ``torch.compile`` between attentions and one attention kernel over
+the pages; it needs a CUDA device and Triton, and is the default where both are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from cglab.errors import ToggleError
+from cglab.models.attention import DecodeAttention
+from cglab.models.compiled import Compiled
+from cglab.models.config import ModelConfig
+from cglab.models.decoder import Decoder, Portable
+from cglab.models.kv import PagedKV
+from cglab.models.paged import PagedDecodeAttention
+
+OPS = ("portable", "compiled")
+DECODE_ATTENTION: Mapping[str, type[DecodeAttention | PagedDecodeAttention]] = MappingProxyType(
+    {"portable": DecodeAttention, "compiled": PagedDecodeAttention}
+)
+"""How a decode step attends, by the form of the body."""
+
+
+def good_ops(device: torch.device) -> dict[str, str | None]:
+    """Every form, with the reason why it cannot be used on a device, or None if it can."""
+    why = None
+    if device.type != "cuda":
+        why = "it needs a CUDA device: the tape records uncompiled operations"
+    elif find_spec("triton") is None:
+        why = "its kernels need Triton, which comes with torch for CUDA"
+    return {"portable": None, "compiled": why}
+
+
+def check_ops(name: str | None, device: torch.device) -> str:
+    """The form of this name; None takes the fastest that the device can use.
+
+    Raises:
+        ToggleError: for an unknown form, or one that the device cannot use.
+    """
+    forms = good_ops(device)
+    good = [form for form, why in forms.items() if why is None]
+    if name is None:
+        return good[-1]
+    if name not in forms:
+        raise ToggleError(f"ops {name!r} is unknown; good values here: {', '.join(good)}")
+    if forms[name] is not None:
+        raise ToggleError(f"ops {name!r} cannot be used on {device}: {forms[name]}; good: {', '.join(good)}")
+    return name
+
+
+def use_ops(name: str, model: Decoder, kv: PagedKV) -> None:
+    """Sets the form in which ``model`` computes, compiled for it and its cache."""
+    if name == "portable":
+        model.body = Portable()
+        return
+    body = _compiled(model.config, model.rotary.dtype, kv.device)
+    body.prepare(model, kv)
+    model.body = body
+
+
+@functools.cache
+def _compiled(config: ModelConfig, _dtype: Any, _device: Any) -> Compiled:
+    """One for all models of a shape: opening a model again compiles nothing."""
+    return Compiled(config)

@@ -1,0 +1,149 @@
+"""The compiled body: the same results as the portable one, compiled once for all blocks and sizes (B57, B58)."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
+
+from cglab.errors import RecompiledError, ToggleError
+from cglab.models.compiled import Compiled, Kernels
+from cglab.models.config import ModelConfig
+from cglab.models.decoder import Portable, rotate
+from cglab.models.kv import PagedKV
+from cglab.models.loading import random_model
+from cglab.models.ops import DECODE_ATTENTION, check_ops
+from cglab.models.spans import LiveSpans, PrefillAttention, Span
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "architecture": "Qwen3ForCausalLM", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3,
+    "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_position": 256, "rope_theta": 1e4,
+}  # fmt: skip
+
+
+def matvec(x, weight, bias=None, *, gated=False):
+    out = F.linear(x, weight, bias)
+    gate, up = out.chunk(2, dim=-1)
+    return F.silu(gate) * up if gated else out
+
+
+def turn_and_store(qkv, turn, norm, eps, keys, values, slots):
+    turned, kv = qkv.shape[1] - keys.shape[1], keys.shape[1]
+    heads = qkv[:, :turned]
+    if norm is not None:
+        heads = F.rms_norm(heads, (heads.shape[2],), eps=eps) * norm
+    query, key = rotate(heads, turn).split((turned - kv, kv), dim=1)
+    keys.index_copy_(0, slots, key)
+    values.index_copy_(0, slots, qkv[:, turned:])
+    return query.contiguous(), key
+
+
+@pytest.fixture(params=["plain", "bias", "no head norm", "windows"])
+def config(request):
+    changed = {
+        "plain": {"qk_norm": True},
+        "bias": {"qk_norm": True, "attention_bias": True, "mlp_bias": True},
+        "no head norm": {"architecture": "LlamaForCausalLM"},
+        "windows": {"qk_norm": True, "sliding_window": 5, "window_layers": (1,)},
+    }[request.param]
+    return ModelConfig(**{**SHAPE, **changed})
+
+
+class Both:
+    """One model and two caches: the same steps in the portable and in the compiled body."""
+
+    def __init__(self, config):
+        self.model = random_model(config, device=CPU, dtype=torch.float32, seed=0)
+        for name, parameter in self.model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.normal_()
+        window_pages = 12 if config.sliding_window else None
+        self.kv = [
+            PagedKV(config, pages=12, page_size=4, rows=4, max_context=12, device=CPU, dtype=torch.float32,
+                    window_pages=window_pages) for _ in range(2)
+        ]  # fmt: skip
+        for kv in self.kv:
+            for pool in kv.pools:
+                pool.page_table[1:].copy_(1 + torch.arange(9).view(3, 3))
+        self.compiled = Compiled(config, backend="aot_eager", kernels=Kernels(matvec, turn_and_store))
+        self.compiled.prepare(self.model, self.kv[1])
+        for kv in self.kv:
+            for cache in kv.caches().values():
+                cache.zero_()
+
+    @torch.no_grad()
+    def step(self, attend, ids, positions):
+        out = []
+        for body, kv in zip((Portable(), self.compiled), self.kv, strict=True):
+            self.model.body = body
+            out.append(self.model(ids, positions, attend(kv, body.name)))
+        assert torch.allclose(*out, atol=1e-4, rtol=1e-4)
+        for ours, theirs in zip(*(kv.caches().values() for kv in self.kv), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4)
+
+    def prefill(self, spans):
+        slots = torch.cat([
+            self.kv[0].full.slots(torch.tensor([s.row]), torch.arange(s.start, s.end).unsqueeze(0))[0] for s in spans
+        ])  # fmt: skip
+        windows = {"window_out_slots": slots} if self.kv[0].sliding is not None else {}
+        positions = torch.cat([torch.arange(s.start, s.end) for s in spans])
+        self.step(
+            lambda kv, _: PrefillAttention(kv, out_slots=slots, live=LiveSpans(spans), **windows),
+            torch.randint(0, 50, (len(slots),)), positions,
+        )  # fmt: skip
+
+    def decode(self, rows, lens):
+        rows, lens = torch.tensor(rows), torch.tensor(lens)
+        slots = self.kv[0].full.slots(rows, lens.unsqueeze(1) - 1)[:, 0]
+        windows = {"window_out_slots": slots} if self.kv[0].sliding is not None else {}
+        self.step(
+            lambda kv, form: DECODE_ATTENTION[form](
+                kv, out_slots=slots, request_rows=rows, seq_lens=lens, **windows
+            ),
+            torch.randint(0, 50, (len(rows),)),
+            lens - 1,
+        )
+
+
+def test_both_bodies_agree_at_every_size_and_b57_b58_nothing_is_compiled_again(config):
+    torch.manual_seed(0)
+    both = Both(config)
+    compiled = both.compiled.compilations
+    assert compiled == 4  # two halves, for one row and for many
+    with both.compiled.nothing_compiled():
+        both.prefill([Span(1, 0, 5), Span(2, 0, 1), Span(3, 0, 7)])
+        both.prefill([Span(1, 5, 1)])
+        for size in (3, 2, 1):
+            both.decode([1, 2, 3][:size], [7, 2, 8][:size])
+    assert both.compiled.compilations == compiled
+
+
+def test_b57_p30_another_dtype_is_told_and_not_compiled_in_silence():
+    both = Both(ModelConfig(**{**SHAPE, "qk_norm": True}))
+    both.model.to(torch.float64)
+    with pytest.raises(RecompiledError, match="the compiler ran"), both.compiled.nothing_compiled():
+        hidden = torch.zeros(2, 32, dtype=torch.float64)
+        cache = both.kv[1].full.cache(0, torch.zeros(2, dtype=torch.int64))
+        with torch.no_grad():
+            both.compiled._halves(both.model.blocks[0])[1](torch.zeros(2, 64, dtype=torch.float64), hidden)
+        assert cache.keys.dtype == torch.float32
+
+
+def test_models_of_a_shape_do_not_share_the_compiler_s_limit():
+    """Each body has code of its own, so any number of them can be made (the compiler keeps eight versions of one)."""
+    config = ModelConfig(**{**SHAPE, "qk_norm": True, "num_layers": 1})
+    for _ in range(10):
+        assert Both(config).compiled.compilations == 4
+
+
+def test_forms_that_a_device_cannot_use_are_refused_with_the_reason():
+    assert check_ops(None, CPU) == "portable"
+    with pytest.raises(ToggleError, match="needs a CUDA device.*good: portable"):
+        check_ops("compiled", CPU)
+    with pytest.raises(ToggleError, match="'fast' is unknown; good values here: portable"):
+        check_ops("fast", CPU)

@@ -1,0 +1,102 @@
+"""The hand-written kernels against formulas spelt out: Triton's interpreter on a CPU, the device where there is one."""
+
+import os
+from itertools import product
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
+
+from cglab.models.decoder import rotate
+from cglab.models.kernels.attention import paged_attention, parts_for
+from cglab.models.kernels.matvec import matvec
+from cglab.models.kernels.turn import turn_and_store
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random(*shape):
+    return torch.randn(*shape, device=DEVICE)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 16), (50, 70), (6, 4100), (2, 1)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_matvec_is_a_linear_layer_of_one_row(rows, columns, gated, has_bias):
+    torch.manual_seed(0)
+    x, weight, bias = random(1, columns), random(rows, columns), random(rows) if has_bias else None
+    right = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    if gated:
+        gate, up = right.chunk(2, dim=-1)
+        right = torch.nn.functional.silu(gate) * up
+    assert torch.allclose(matvec(x, weight, bias, gated=gated).double(), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 16), (3, 1, 20), (1, 1, 8)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_turn_and_store_is_norm_rotation_and_two_stores(heads, kv_heads, dim, has_norm):
+    torch.manual_seed(0)
+    tokens, eps = 5, 1e-6
+    qkv, turn = random(tokens, heads + 2 * kv_heads, dim), random(tokens, 2, dim)
+    norm = random(heads + kv_heads, dim) if has_norm else None
+    keys, values = random(9, kv_heads, dim), random(9, kv_heads, dim)
+    expected_keys, expected_values = keys.clone(), values.clone()
+    slots = torch.tensor([3, 0, 8, 1, 5], device=DEVICE)
+    turned = qkv[:, : heads + kv_heads]
+    if norm is not None:
+        turned = torch.nn.functional.rms_norm(turned, (dim,), eps=eps) * norm
+    query, key = rotate(turned, turn).split((heads, kv_heads), dim=1)
+    expected_keys[slots], expected_values[slots] = key, qkv[:, heads + kv_heads :]
+    found = turn_and_store(qkv, turn, norm, eps, keys, values, slots)
+    for ours, right in zip((*found, keys, values), (query, key, expected_keys, expected_values), strict=True):
+        assert torch.allclose(ours, right, rtol=1e-4, atol=1e-5)
+
+
+def spelt_out(query, keys, values, table, rows, lens, *, page_size, width, window):
+    """Attention of every new token over the positions that it sees, in float64."""
+    out, group = torch.empty_like(query, dtype=torch.float64), query.shape[1] // keys.shape[1]
+    for request, index in product(range(len(lens)), range(width)):
+        end = int(lens[request]) - width + 1 + index
+        positions = torch.arange(0 if window is None else max(end - window, 0), end, device=query.device)
+        slots = table[rows[request]][positions // page_size] * page_size + positions % page_size
+        key, value = (cache[slots].double().repeat_interleave(group, 1) for cache in (keys, values))
+        asked = query[request * width + index].double()
+        weight = torch.einsum("hd,phd->hp", asked, key).div(query.shape[2] ** 0.5).softmax(-1)
+        out[request * width + index] = torch.einsum("hp,phd->hd", weight, value)
+    return out
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("window", [None, 7])
+def test_paged_attention_reads_what_each_token_sees_and_nothing_else(parts, width, window):
+    torch.manual_seed(0)
+    requests, heads, kv_heads, dim, page_size, pages = 3, 6, 2, 20, 4, 10
+    keys, values = random((requests * pages + 1) * page_size, kv_heads, dim), None
+    values = torch.randn_like(keys)
+    table = torch.randperm(requests * pages, device=DEVICE).view(requests, pages) + 1
+    table = torch.cat([torch.zeros_like(table[:1]), table])
+    rows, lens = torch.tensor([2, 1, 3], device=DEVICE), torch.tensor([width, 17, 40], device=DEVICE)
+    sizes = {"page_size": page_size, "width": width, "window": window}
+    query = random(requests * width, heads, dim)
+    right = spelt_out(query, keys, values, table, rows, lens, **sizes)
+    seen = torch.zeros(len(keys), dtype=torch.bool, device=DEVICE)
+    for request, length in enumerate(lens.tolist()):
+        first = 0 if window is None else max(length - (window + width - 1), 0)
+        positions = torch.arange(first, length, device=DEVICE)
+        seen[table[rows[request]][positions // page_size] * page_size + positions % page_size] = True
+    keys[~seen], values[~seen] = float("nan"), float("nan")  # P53: what is not seen is not even read
+    out = torch.full_like(query, float("nan"))
+    paged_attention(query, keys, values, table, rows, lens, out, parts=parts, block=16, **sizes)
+    assert torch.allclose(out.double(), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 16, 64, 256])
+def test_parts_fill_the_processors_once_and_never_outnumber_the_blocks(requests):
+    parts = parts_for(requests, 8, 132, 65536, 64)
+    assert 1 <= parts <= 64
+    assert parts == 1 or requests * 8 * (parts - 1) < 2 * 132
+    assert parts_for(requests, 8, 132, 100, 64) <= 2
