@@ -86,6 +86,8 @@ class DecodeMeasuring:
                 ledger = runner.captured.ledger
                 metrics |= {**ledger_metrics(ledger), **bare_metrics(runner, step, lab.device)}
                 samples |= ledger_columns(ledger)
+                if ledger:
+                    metrics["compile_s"] = lab.compile_seconds
                 facts |= {
                     "parity": None if arm == "eager" else lab.step_parity(arm, step).as_dict(),
                     "coverage": (runner.coverage() - before[arm]).as_dict(),

@@ -8,7 +8,7 @@ from typing import Any
 from cglab.lab.comparison import TAPE_NOTE
 from cglab.measure.record import Record
 
-_SIZES = ("batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "phase")
+_SIZES = ("batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "phase", "ops")
 _COLUMNS = {
     "decode": ("step_ms", "ratio_to_eager", "ratio_to_transformers", "busy_ms", "launches", "kernels", "gap_us",
                "floor_ms", "predicted_gain_ms", "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
