@@ -73,7 +73,10 @@ class Table:
         for record in results.records:
             if all(name in record.workload for name in self.size):
                 key = (record.model or "", *(record.workload[name] for name in self.size))
-                rows.setdefault(key, {})[record.arm] = record
+                arms = rows.setdefault(key, {})
+                if any(_apart(record, other) for other in arms.values()):
+                    arms.clear()  # by time: the newer one begins its row anew
+                arms[record.arm] = record
         if not rows:
             return self.not_yet
         last = results.records[-1]
@@ -85,6 +88,11 @@ class Table:
         rule = ("---", *("---:" for _ in names[1:-1]), "---")
         lines = [(*map(str, key), *self.cells(arms)) for key, arms in sorted(rows.items())]
         return "\n".join([where, "", *(f"| {' | '.join(line)} |" for line in (names, rule, *lines))])
+
+
+def _apart(one: Record, other: Record) -> bool:
+    """Whether two records may not share a row: of another run, or on another form of the model's operations."""
+    return (one.run, one.workload.get("ops")) != (other.run, other.workload.get("ops"))
 
 
 def _decode(arms: Arms) -> list[str]:

@@ -75,7 +75,9 @@ Step = DecodeStep | PrefillStep
 
 
 @contextmanager
-def steady_decode(engine: Engine, batch: int, context: int, *, seed: int = 0) -> Iterator[DecodeStep]:
+def steady_decode(
+    engine: Engine, batch: int, context: int, *, seed: int = 0, compute: bool = True
+) -> Iterator[DecodeStep]:
     """Admits ``batch`` requests with random prompts of ``context - 1`` tokens, prefills them, holds them.
 
     Args:
@@ -83,6 +85,8 @@ def steady_decode(engine: Engine, batch: int, context: int, *, seed: int = 0) ->
         batch: live requests.
         context: length that attention sees in the step.
         seed: of the prompts.
+        compute: compute the prompts; without, the step attends to what the cache held before, which takes as long
+            and spares the prefill of long contexts.
 
     Raises:
         InputError: if they do not fit the cache, there is no request or no token before the new one, or the
@@ -103,7 +107,10 @@ def steady_decode(engine: Engine, batch: int, context: int, *, seed: int = 0) ->
             engine.submit(request)
             request.limit = 2  # the step's own token is never kept, so it needs no room
         while not all(request.decoding for request in requests):
-            engine.step()
+            if compute:
+                engine.step()
+            else:
+                _skip(engine)
             if any(request.finish or request.preemptions for request in requests):
                 raise InputError(
                     f"{batch} requests of {context} tokens do not fit into the cache together; "
@@ -113,6 +120,15 @@ def steady_decode(engine: Engine, batch: int, context: int, *, seed: int = 0) ->
         yield DecodeStep(batch, context, step_inputs(_planned(engine), names, engine.kv))
     finally:
         engine.abandon(requests)
+        if not compute:
+            engine.flush_cache()  # pages that pass for prefixes and were never computed
+
+
+def _skip(engine: Engine) -> None:
+    """Plans a batch and books it as computed, with token 0."""
+    if (planned := engine.scheduler.plan(engine.now())) is not None:
+        ends = sum(chunk.last for chunk in planned.chunks)
+        engine.scheduler.commit(planned, [0] * ends, engine.now())
 
 
 @contextmanager

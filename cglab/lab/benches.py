@@ -16,6 +16,7 @@ import torch
 from cglab.lab import suites
 from cglab.lab.checking import CASES, check_technique
 from cglab.lab.decode_bench import decode
+from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
 from cglab.lab.planner_bench import planner
 from cglab.lab.prefill_bench import prefill
@@ -161,7 +162,11 @@ def _flat(found: TechniqueParity) -> dict[str, Any]:
 
 BENCHES: Mapping[str, Bench] = {
     "decode": Bench(
-        "decode step: eager, full and breakable in turns; launches, gaps, floor, capture cost", decode
+        "decode step: eager, full, breakable and transformers in turns; launches, gaps, floor, capture cost",
+        decode,
+    ),
+    "growth": Bench(
+        "decode step, eager and full in turns, by batch and context; its terms beside their least", growth
     ),
     "prefill": Bench(
         "prefill step: the arms in turns at several sizes; wall over busy, breaks, padding, capture cost",

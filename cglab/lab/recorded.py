@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class Recorded:
     """Records of one bench on CUDA devices: of each model, dtype and workload the newest run, with all its arms.
 
+    The form of the model's operations is none of the workload: a newer run of another form replaces an older one.
+
     Attributes:
         bench: such as ``decode``.
         records: by time.
@@ -84,7 +86,9 @@ def newest(bench: str, records: Iterable[Record]) -> Recorded:
 
 
 def _key(record: Record) -> str:
-    return json.dumps(record.workload, sort_keys=True)
+    """What was asked for, whatever the form of the model's operations (older records know only one)."""
+    asked = {name: value for name, value in record.workload.items() if name != "ops"}
+    return json.dumps(asked, sort_keys=True)
 
 
 def recorded(bench: str = "decode", folder: str | Path | None = None) -> Recorded:

@@ -26,6 +26,8 @@ from cglab.runners.base import Runner
 
 Progress = Callable[[str], None]
 ARMS = ("eager", "full", "breakable")
+UNCAPTURED = ("eager", "transformers")
+"""Arms of which no capture is expected to win the launch gap."""
 CALLS = 5
 """Steps in a row behind one sample, as a loop without a host read would run them."""
 
@@ -112,7 +114,7 @@ def timed_metrics(
         "kernels": sum(trace.kernels.values()) / trace.steps, "gap_us": trace.mean_gap_us(),
     }  # fmt: skip
     eager_wall = times["eager"].median
-    if arm != "eager" and eager_wall is not None and traces["eager"].reliable:
+    if arm not in UNCAPTURED and eager_wall is not None and traces["eager"].reliable:
         metrics |= won_metrics(traces["eager"], eager_wall * 1e6, wall * 1e3, trace)
         metrics["busy_ratio"] = same_work(traces["eager"], trace).busy_ratio
         metrics |= _left_by_breaks(trace, wall, busy / trace.steps / 1e3, metrics["outcome"])

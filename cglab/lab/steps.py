@@ -110,7 +110,8 @@ def fixed_step(
         if isinstance(value, bool) or not isinstance(value, int | None):
             raise ToggleError(f"{key}={value!r} is no size of {name}; give a whole number")
     chosen = {key: sizes.default(key) if (value := given.get(key)) is None else value for key in known}
-    return (steady_decode if name == "decode" else steady_prefill)(engine, **chosen)
+    make = steady_decode if name == "decode" else steady_prefill
+    return make(engine, **chosen)  # type: ignore[arg-type]  # sizes are whole numbers, no options
 
 
 def describe(step: Step, runner: Runner[Any]) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from typing import Any
 from cglab.lab.comparison import TAPE_NOTE
 from cglab.measure.record import Record
 
-_SIZES = ("batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "phase")
+_SIZES = ("batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "phase", "ops")
 _COLUMNS = {
-    "decode": ("step_ms", "ratio_to_eager", "busy_ms", "launches", "kernels", "gap_us", "floor_ms", "predicted_gain_ms",
-               "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
+    "decode": ("step_ms", "ratio_to_eager", "ratio_to_transformers", "busy_ms", "launches", "kernels", "gap_us",
+               "floor_ms", "predicted_gain_ms", "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
+    "growth": ("step_ms", "ratio_to_eager", "busy_ms", "floor_ms", "kv_bytes", "base_over_least", "row_over_least",
+               "kv_over_least", "residual"),
     "prefill": ("step_ms", "ratio_to_eager", "verdict", "busy_ms", "wall_over_busy", "launches", "breaks", "break_us",
                 "break_replay_us", "break_host_us", "segment_host_us", "host_ms", "padding_waste", "predicted_gain_ms",
                 "gained_ms", "outcome", "buckets", "warmup_s", "capture_s", "capture_gb"),
@@ -20,6 +22,7 @@ _COLUMNS = {
     "ttft_crossover": ("limit", "safe_limit", "next_size", "crossover", "default_limit"),
     "load": ("ttft_ms_p50", "ttft_ratio", "ttft_verdict", "tpot_ms_p50", "tpot_ratio", "output_tok_s",
              "queueing_ms_p50", "tokens_equal", "occupancy_percent", "gauge_percent"),
+    "capture": ("buckets", "warmup_s", "capture_s", "compile_s", "capture_gb"),
     "planner": ("time_ms", "ratio_to_sglang", "waste", "buckets", "eager_steps", "memory_mb", "capture_s", "ok"),
     "recovery": ("operations", "tried", "failed", "ok"),
     "notebooks": ("tests", "passed", "failures", "errors", "skipped", "ok"),
@@ -35,7 +38,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "bench": r.bench, "model": r.model,
             **{name: value for name, value in r.workload.items() if name in _SIZES},
             "arm": r.arm, "parity": (r.parity or {}).get("verdict"),
-            **{column: r.metrics.get(column) for column in _COLUMNS.get(r.bench, tuple(r.metrics))},
+            **{column: (r.workload | r.metrics).get(column) for column in _COLUMNS.get(r.bench, tuple(r.metrics))},
         }
         for r in records
     ]  # fmt: skip

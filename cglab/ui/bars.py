@@ -9,6 +9,9 @@ import plotly.graph_objects as go
 
 from cglab.ui.style import INK, colour, figure
 
+WIDEST = 3
+"""Panels in a row: with more, numbers and headings overlap."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -34,7 +37,7 @@ class Bar:
 def grouped_bars(
     title: str, note: str, bars: Sequence[Bar], *, groups: str, heights: str, unit: str = "ms"
 ) -> go.Figure:
-    """The bars in order of their appearance, panels side by side.
+    """The bars in order of their appearance, panels side by side, in rows of equally many where one is not enough.
 
     Args:
         title, note: of the figure.
@@ -44,19 +47,25 @@ def grouped_bars(
         unit: of the heights, for labels.
     """
     panels = list(dict.fromkeys(bar.panel for bar in bars))
-    made = figure(title, note, height=420, barmode="group")
-    made.set_subplots(1, len(panels), subplot_titles=panels, horizontal_spacing=0.2 / (len(panels) + 1))
+    rows = -(-len(panels) // WIDEST)
+    columns = -(-len(panels) // rows)
+    made = figure(title, note, height=150 + 270 * rows, barmode="group")
+    made.set_subplots(
+        rows, columns, subplot_titles=panels, horizontal_spacing=0.2 / (columns + 1),
+        vertical_spacing=0.36 / rows if rows > 1 else None,
+    )  # fmt: skip
     made.update_layout(margin_t=112)
     made.update_annotations(font_size=13)
     shown: set[str] = set()
-    for column, panel in enumerate(panels, 1):
+    for index, panel in enumerate(panels):
+        row, column = index // columns + 1, index % columns + 1
         for arm in dict.fromkeys(bar.arm for bar in bars):
             drawn = [bar for bar in bars if (bar.panel, bar.arm) == (panel, arm)]
             if not drawn:
                 continue
             whiskers = _whiskers(drawn)
             made.add_bar(
-                x=[bar.group for bar in drawn], y=[bar.height for bar in drawn], row=1, col=column, name=arm,
+                x=[bar.group for bar in drawn], y=[bar.height for bar in drawn], row=row, col=column, name=arm,
                 legendgroup=arm, showlegend=arm not in shown, marker={"color": colour(arm)},
                 # Whiskers would cross the number.
                 text=None if whiskers else [f"{bar.height:.3g}" for bar in drawn], textposition="outside",

@@ -17,6 +17,7 @@ from cglab.lab.capture_limit import CaptureLimit
 from cglab.lab.comparison import Comparison
 from cglab.lab.planning import PHASES, PhasePlan
 from cglab.lab.sweep import Sweep
+from cglab.ui.growth import recorded_capture, recorded_growth
 from cglab.ui.loads import occupancy, ttft
 from cglab.ui.recorded import (
     recorded_decode,
@@ -47,7 +48,9 @@ __all__ = [
     "comparison",
     "coverage",
     "occupancy",
+    "recorded_capture",
     "recorded_decode",
+    "recorded_growth",
     "recorded_planner",
     "recorded_prefill",
     "recorded_ttft",

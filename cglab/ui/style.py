@@ -26,6 +26,9 @@ COLOURS = {
     "floor": INK,
     "plan": "#0072B2",
     "sglang": GREY,
+    "transformers": "#56B4E9",
+    "decode": "#0072B2",
+    "prefill": "#E69F00",
 }
 """One colour for each arm, in every figure."""
 

@@ -90,6 +90,15 @@ def test_a_failed_arm_is_a_dash_and_a_corrupted_one_is_named():
     assert text.splitlines()[-1] == "| qwen3-8b | 1 | - | 6.00 | - | - | 1.50 | bitwise / corrupted |"
 
 
+@pytest.mark.parametrize(
+    "newer", [{"run": "b"}, {"run": "a", "workload": {"batch": 16, "ops": "compiled"}}], ids=["run", "ops"]
+)
+def test_arms_of_another_run_or_form_of_the_operations_are_never_in_one_row(newer):
+    older = [gpu_record(arm, 16, 30.0, run="a") for arm in ("eager", "full", "breakable")]
+    text = DECODE.block(Recorded("decode", (*older, gpu_record("full", 16, 6.0, **newer))))
+    assert text.splitlines()[-1] == "| qwen3-8b | 16 | - | 6.00 | - | - | 1.50 | bitwise |"
+
+
 def ttft_record(arm, ttft_ms, *, captured, concurrency=1, **metrics):
     made = make_record(
         bench="ttft", arm=arm, device="cpu", run="a", model="qwen3-8b", metrics={"ttft_ms": ttft_ms, **metrics},

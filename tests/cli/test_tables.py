@@ -94,7 +94,7 @@ def test_a_line_that_is_no_record_is_told_and_loses_no_other(ask, data):
 def test_claims_are_unmeasured_before_anything_is_recorded(ask_json, data):
     status, claims = ask_json("results", "--claims")
     assert status == 0
-    assert [claim["id"] for claim in claims] == [f"G{number}" for number in range(1, 10)]
+    assert [claim["id"] for claim in claims] == [*(f"G{number}" for number in range(1, 10)), "E1"]
     for claim in claims:
         assert claim.keys() >= {"id", "text", "target", "value", "status", "runs"}
         assert (claim["status"], claim["value"], claim["runs"]) == ("unmeasured", None, [])
@@ -107,6 +107,7 @@ def test_an_unmet_claim_is_status_1(ask, ask_json, data, monkeypatch, step_ms, s
     alone = type(claim)(claim.id, claim.text, claim.parts[:1])
     monkeypatch.setattr("cglab.commands.tables.load_claims", lambda: (alone,))
     made = record(model="qwen3-8b", metrics={"step_ms": step_ms, "floor_ms": 1.0}).as_dict()
+    made["workload"] = {"batch": 1, "ops": "compiled"}
     made["device"]["kind"] = "cuda"
     (data / "results").mkdir()
     (data / "results" / "gpu.jsonl").write_text(json.dumps(made) + "\n")

@@ -255,6 +255,18 @@ def test_a_step_writes_only_slots_of_running_requests(bench):
     assert settled(engine)
 
 
+def test_a_step_without_computed_prompts_is_of_the_same_size_and_its_pages_pass_for_no_prefix(bench):
+    engine = bench()
+    with steady_decode(engine, 3, 12) as step:
+        inputs = {name: value.clone() for name, value in step.inputs.items()}
+    keys = engine.kv.full.keys.clone()
+    with steady_decode(engine, 3, 12, seed=1, compute=False) as step:
+        for name in ("positions", "seq_lens", "request_rows"):
+            assert torch.equal(step.inputs[name], inputs[name])
+        assert torch.equal(engine.kv.full.keys, keys)
+    assert settled(engine) and not engine.scheduler.memory.pages.cached
+
+
 @pytest.mark.parametrize(("tokens", "cached", "requests"), [(8, 0, 1), (8, 8, 2), (12, 16, 1), (16, 0, 4)])
 def test_a_prefill_step_can_be_held_and_repeated(bench, tokens, cached, requests):
     engine = bench()

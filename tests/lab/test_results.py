@@ -90,10 +90,10 @@ def test_prompts_of_a_wrong_kind_are_refused_by_position():
         encode([[1], torch.ones(2)], None, "a model")
 
 
-def record(run, arm, day, *, batch=1, kind="cuda", bench="decode"):
+def record(run, arm, day, *, batch=1, kind="cuda", bench="decode", **workload):
     return Record(
         bench=bench, arm=arm, run=run, id=f"{run}-{arm}-{batch}", created=f"2026-12-{day:02}T00:00:00",
-        device=Device("NVIDIA H200", kind), model="qwen3-8b", workload={"batch": batch},
+        device=Device("NVIDIA H200", kind), model="qwen3-8b", workload={"batch": batch, **workload},
         metrics={"step_ms": 6.0}, tree="older",
     )  # fmt: skip
 
@@ -113,6 +113,14 @@ def test_recorded_keeps_the_newest_run_of_each_workload_whole(tmp_path):
     assert str(found) == "3 decode results recorded on NVIDIA H200 on 2026-12-02"
     assert found.as_frame()["step_ms"].tolist() == [6.0] * 3
     assert found.as_frame()["recorded"].tolist() == ["2026-12-01", "2026-12-02", "2026-12-02"]
+
+
+def test_a_newer_run_on_another_form_of_the_operations_replaces_an_older_one():
+    records = [
+        record("a", "eager", 1), record("a", "full", 1), record("b", "eager", 2, ops="compiled"),
+        record("c", "eager", 1, batch=16, ops="compiled"), record("d", "full", 2, batch=16, ops="portable"),
+    ]  # fmt: skip
+    assert [each.id for each in newest("decode", records).records] == ["b-eager-1", "d-full-16"]
 
 
 def test_no_folder_and_no_records_are_nothing_recorded(tmp_path):

@@ -23,7 +23,8 @@ def record(number, model="qwen3-8b", batch=1, arm="full", bench="decode", **fiel
         "tree": NOW,
     }
     facts |= {"device": GPU, "bench": bench, "arm": arm, "model": model, "metrics": METRICS}
-    return Record(**(facts | {"workload": {"batch": batch, "context": 1024}} | fields))
+    workload = {"batch": batch, "context": 1024, "ops": "compiled"}
+    return Record(**(facts | {"workload": workload} | fields))
 
 
 def g1(*records, wanted="G1"):
@@ -34,9 +35,9 @@ def g1(*records, wanted="G1"):
 ALL_OF_G1 = (record(1), record(2, batch=16), record(3, model="qwen3-0.6b"))
 
 
-def test_the_claims_are_g1_to_g9_and_unmeasured_without_records():
+def test_the_claims_are_g1_to_g9_and_the_honest_eager_arm_and_unmeasured_without_records():
     claims = load_claims()
-    assert [claim.id for claim in claims] == [f"G{number}" for number in range(1, 10)]
+    assert [claim.id for claim in claims] == [*(f"G{number}" for number in range(1, 10)), "E1"]
     for result in evaluate(claims, [], NOW):
         assert result.status == "unmeasured"
         assert result.value is None
@@ -116,6 +117,37 @@ def test_another_arm_batch_or_bench_does_not_count():
         record(4, model="pico-gqa"),
     )
     assert {part.status for part in g1(*others).parts} == {"unmeasured"}
+
+
+def test_records_of_the_portable_form_and_from_before_there_was_a_choice_are_history():
+    compiled, portable = (
+        record(n, workload={"batch": 1, "ops": ops}) for n, ops in ((1, "compiled"), (2, "portable"))
+    )
+    older = record(3, workload={"batch": 1})
+    for wanted in ("G1", "G3"):
+        assert g1(compiled, portable, older, wanted=wanted).runs == ("id1",)
+        assert g1(portable, older, wanted=wanted).status == "unmeasured"
+
+
+def test_g8_reads_the_capture_bench_by_phase_and_number_of_buckets():
+    def capture(number, arm, buckets, seconds):
+        metrics = {"warmup_s": 0.5, "capture_s": seconds, "capture_gb": 0.05, "compile_s": 9.0}
+        workload = {"buckets": buckets, "ops": "compiled"}
+        return record(number, bench="capture", arm=arm, workload=workload, metrics=metrics)
+
+    parts = g1(
+        capture(1, "decode", 12, 1.0), capture(2, "decode", 36, 7.0), capture(3, "prefill", 58, 5.0),
+        capture(4, "prefill", 12, 1.0), wanted="G8",
+    ).parts  # fmt: skip
+    assert [part.value for part in parts] == [1.5, 0.05, 5.5, 0.05, 9.0]
+    assert {part.status for part in parts} == {"met"}
+
+
+def test_e1_is_the_eager_arm_over_transformers_and_allows_no_more_than_counts_as_equal():
+    for ratio, status in ((0.8, "met"), (1.03, "met"), (1.04, "unmet")):
+        eager = record(1, arm="eager", metrics=METRICS | {"ratio_to_transformers": ratio})
+        assert g1(eager, wanted="E1").parts[2].status == status
+    assert g1(record(1, arm="eager"), wanted="E1").parts[2].status == "unmeasured"
 
 
 def test_g2_compares_arms_of_one_run_only():

@@ -186,6 +186,34 @@ def crossover_records():
     ]  # fmt: skip
 
 
+def growth_records():
+    """Two arms over three batches and, with a cache of their own, over three contexts of two batches; then the fit."""
+    series = [((1, 4, 2), (512,), 512), ((1,), (65536, 512, 8192), 65536), ((16,), (512, 8192, 2048), 8192)]
+    records = [
+        measured(
+            "growth", arm, {"batch": batch, "context": context, "cache": cache},
+            {"step_ms": 20.0 if arm == "eager" else 4.0 + batch * context / 8192, "floor_ms": 3.5},
+        )
+        for batches, contexts, cache in series
+        for batch in batches
+        for context in contexts
+        for arm in ("eager", "full")
+    ]  # fmt: skip
+    return [*records, measured("growth", "full", {"fitted": "batch and context"}, {"base_ms": 4.0})]
+
+
+def capture_records():
+    """Both phases at two numbers of buckets, the larger first; one was made without a look at its memory."""
+    costs = {"decode": (36, 12), "prefill": (58, 12)}
+    return [
+        measured("capture", arm, {"buckets": count}, {
+            "warmup_s": 0.5, "capture_s": count / 10, "capture_gb": None if count == 58 else count / 100,
+        })
+        for arm, counts in costs.items()
+        for count in counts
+    ]  # fmt: skip
+
+
 def planned():
     """A plan for three live sizes, costs measured at powers of two."""
     lines = [
@@ -210,7 +238,8 @@ def make():
     """The builders above, by name."""
     return SimpleNamespace(
         compared=compared, profiled=profiled, eager_trace=eager_trace, full_trace=full_trace,
-        cpu_trace=cpu_trace, record=record, planned=planned, parts=parts, loaded=loaded, load_swept=load_swept, planner_records=planner_records,
+        cpu_trace=cpu_trace, record=record, planned=planned, parts=parts, loaded=loaded, load_swept=load_swept,
+        planner_records=planner_records, growth_records=growth_records, capture_records=capture_records,
         prefill_records=prefill_records, ttft_records=ttft_records, crossover_records=crossover_records,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.lab.recorded import newest
 from cglab.lab.sweep import Sweep
 from cglab.ui import plots, style
+from cglab.ui.bars import Bar, grouped_bars
 
 
 def heading(figure):
@@ -33,7 +34,9 @@ def views(make, records):
         "occupancy": make.loaded().plot_occupancy,
         "timeline": traced.timeline,
         "ttft": make.load_swept().plot,
+        "recorded_capture": newest("capture", make.capture_records()).plot,
         "recorded_decode": newest("decode", records).plot,
+        "recorded_growth": newest("growth", make.growth_records()).plot,
         "recorded_planner": newest("planner", make.planner_records()).plot,
         "recorded_prefill": newest("prefill", make.prefill_records()).plot,
         "recorded_ttft": newest("ttft", make.ttft_records()).plot,
@@ -48,7 +51,9 @@ def test_every_view_has_a_title_units_and_the_template(views):
         assert figure.layout.title.text, name
         assert figure.layout.template.layout.font.family.startswith("Open Sans"), name
         axes = plots.summary(figure).splitlines()[-1]
-        assert any(unit in axes for unit in ("(ms)", "(µs)", "(ratio)", "(%)", "steps")), f"{name}: {axes}"
+        assert any(unit in axes for unit in ("(ms)", "(s)", "(µs)", "(ratio)", "(%)", "steps")), (
+            f"{name}: {axes}"
+        )
 
 
 def test_every_view_draws_the_same_bytes_twice(views):
@@ -252,7 +257,9 @@ def test_ttft_says_size_concurrency_arm_and_interval(make):
     assert (row["verdict"], row["tokens"]) == ("faster", "bitwise") and row["ratio"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("bench", ["decode", "planner", "prefill", "ttft", "ttft_crossover"])
+@pytest.mark.parametrize(
+    "bench", ["capture", "decode", "growth", "planner", "prefill", "ttft", "ttft_crossover"]
+)
 def test_nothing_recorded_is_said_and_drawn(bench):
     nothing = newest(bench, [])
     assert not nothing and nothing.where is None and nothing.as_frame().empty
@@ -292,6 +299,43 @@ def test_recorded_ttft_has_a_panel_for_each_size_and_intervals(make):
     assert list(first.x) == ["1", "4"] and list(first.y) == [25.0, 100.0]
     assert (list(first.error_y.arrayminus), list(first.error_y.array)) == ([1.0, 1.0], [2.0, 2.0])
     assert [trace.name for trace in figure.data if trace.showlegend] == ["eager", "breakable"]
+
+
+def test_growth_has_a_line_for_each_arm_and_held_size_with_its_floor_and_the_fit_in_the_table(make):
+    recorded = newest("growth", make.growth_records())
+    figure = recorded.plot()
+    lines = {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
+    assert lines["full"] == {1: 4.0625, 2: 4.125, 4: 4.25} and lines["floor"] == {1: 3.5, 2: 3.5, 4: 3.5}
+    assert lines["full, batch 1"] == {512: 4.0625, 8192: 5.0, 65536: 12.0}
+    assert lines["full, batch 16"] == {512: 5.0, 2048: 8.0, 8192: 20.0}
+    assert set(lines) == {
+        f"{arm}{held}" for arm in ("eager", "full", "floor") for held in ("", ", batch 1", ", batch 16")
+    }
+    dashes = {trace.name: trace.line.dash for trace in figure.data}
+    assert dashes["full, batch 1"] != dashes["full, batch 16"] == dashes["floor, batch 16"]
+    assert figure.layout.xaxis2.ticktext == ("512", "2k", "8k", "64k")
+    frame = recorded.as_frame()
+    assert len(frame) == len(recorded.records) and {"step_ms", "floor_ms", "kv_over_least"} <= set(frame)
+
+
+def test_capture_cost_grows_with_buckets_and_what_was_not_measured_is_no_point(make):
+    recorded = newest("capture", make.capture_records())
+    seconds, memory = {}, {}
+    for trace in recorded.plot().data:
+        (seconds if trace.xaxis == "x" else memory)[trace.name] = dict(zip(trace.x, trace.y, strict=True))
+    assert seconds == {"qwen3-8b, decode": {12: 1.7, 36: 4.1}, "qwen3-8b, prefill": {12: 1.7, 58: 6.3}}
+    assert memory == {"qwen3-8b, decode": {12: 0.12, 36: 0.36}, "qwen3-8b, prefill": {12: 0.12, 58: None}}
+    assert recorded.as_frame()[["buckets", "warmup_s", "capture_s"]].notna().all(axis=None)
+
+
+@pytest.mark.parametrize(("count", "shape"), [(1, (1, 1)), (3, (1, 3)), (4, (2, 2)), (9, (3, 3))])
+def test_many_panels_are_laid_out_in_rows_of_at_most_three(count, shape):
+    bars = [Bar(f"panel {index}", "1", "eager", 1.0) for index in range(count)]
+    figure = grouped_bars("title", "note", bars, groups="size (tokens)", heights="time (ms)")
+    rows, columns = figure._get_subplot_rows_columns()
+    assert (len(rows), len(columns)) == shape
+    assert [note.text for note in figure.layout.annotations] == [f"panel {index}" for index in range(count)]
+    assert len({trace.xaxis for trace in figure.data}) == count
 
 
 def test_recorded_crossover_has_the_ratios_and_a_line_only_where_a_limit_was_found(make):

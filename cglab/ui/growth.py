@@ -1,0 +1,132 @@
+"""What grows with what, from records of a GPU: a step with its batch and context, a capture with its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import plotly.graph_objects as go
+
+from cglab.lab.recorded import Recorded
+from cglab.measure.record import Record
+from cglab.ui.style import INK, colour, empty, figure, size_axis
+
+DASHES = ("solid", "dot", "dash", "dashdot")
+"""Lines of one arm that differ in what is not on the axis: the batch of a growing context, or the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """Steps of one model and arm over one size, the other held."""
+
+    model: str
+    arm: str
+    axis: str
+    held: int
+    records: tuple[Record, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [record.workload[self.axis] for record in self.records]
+
+
+def recorded_growth(recorded: Recorded) -> go.Figure:
+    """Recorded step times, one row a model: against the batch on the left, against the context on the right.
+
+    Each line of an arm has the floor of its steps below it: bytes over the bandwidth of the run.
+    """
+    curves = _curves(each for each in recorded.records if isinstance(each.metrics.get("step_ms"), float))
+    if not curves:
+        return empty("Growth of a decode step on a GPU: not recorded yet", str(recorded))
+    models = list(dict.fromkeys(curve.model for curve in curves))
+    made = figure(
+        f"Growth of a decode step on {recorded.device}", recorded.note, height=120 + 330 * len(models)
+    )
+    headings = [f"{model} by {axis}" for model in models for axis in ("batch", "context")]
+    made.set_subplots(
+        len(models), 2, subplot_titles=headings, horizontal_spacing=0.12, vertical_spacing=0.3 / len(models)
+    )
+    made.update_layout(margin_t=112).update_annotations(font_size=13)
+    shown: set[str] = set()
+    for curve in curves:
+        row, column = models.index(curve.model) + 1, 1 if curve.axis == "batch" else 2
+        held = sorted({each.held for each in curves if each.axis == curve.axis})
+        dash = DASHES[held.index(curve.held) % len(DASHES)]
+        other = f", batch {curve.held}" if curve.axis == "context" else ""
+        lines = [(curve.arm, "step_ms", 2.0, "lines+markers", colour(curve.arm))]
+        if curve.arm == "full":
+            lines.append(("floor", "floor_ms", 1.2, "lines", INK))
+        for name, metric, width, mode, code in lines:
+            made.add_scatter(
+                x=curve.sizes, y=[record.metrics.get(metric) for record in curve.records], row=row, col=column,
+                name=name + other, mode=mode, legendgroup=name + other, showlegend=name + other not in shown,
+                line={"color": code, "width": width, "dash": dash}, marker={"size": 7},
+                hovertemplate=f"{curve.axis} %{{x}}: %{{y:.4g}} ms",
+            )  # fmt: skip
+            shown.add(name + other)
+    for column, axis, title in ((1, "batch", "batch size (requests)"), (2, "context", "context (tokens)")):
+        sizes = sorted({size for curve in curves if curve.axis == axis for size in curve.sizes})
+        names = [f"{size // 1024}k" if size % 1024 == 0 else str(size) for size in sizes]
+        made.update_xaxes(title_text=title, ticktext=names, **size_axis(sizes), col=column)
+    made.update_yaxes(rangemode="tozero")
+    return made.update_yaxes(title_text="step time (ms)", col=1)
+
+
+def _curves(records: Iterable[Record]) -> list[_Curve]:
+    """Lines through the steps that shared a cache: those of several batches by batch, others by context."""
+    groups: dict[tuple[str, int, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((_model(record), record.workload["cache"], record.arm), []).append(record)
+    curves = []
+    for (model, _, arm), made in groups.items():
+        axis, other = (
+            ("batch", "context") if len({r.workload["batch"] for r in made}) > 1 else ("context", "batch")
+        )
+        made.sort(key=lambda record, axis=axis: record.workload[axis])  # type: ignore[misc]
+        curves.append(_Curve(model, arm, axis, made[0].workload[other], tuple(made)))
+    return curves
+
+
+def recorded_capture(recorded: Recorded) -> go.Figure:
+    """What capturing costs against the number of buckets: seconds of warm-ups and captures, and memory."""
+    points = [each for each in recorded.records if "buckets" in each.workload]
+    points.sort(key=lambda record: record.workload["buckets"])
+    if not points:
+        return empty("Cost of captures on a GPU: not recorded yet", str(recorded))
+    note = f"All buckets of a phase in one pool, largest first. {recorded.note.partition(';')[0]}"
+    made = figure(f"Cost of captures on {recorded.device}", note, height=400)
+    made.set_subplots(1, 2, horizontal_spacing=0.14)
+    models = list(dict.fromkeys(map(_model, points)))
+    for (model, arm), each in _by_line(points).items():
+        seconds = [_sum(record, "warmup_s", "capture_s") for record in each]
+        memory = [_sum(record, "capture_gb") for record in each]
+        for column, values, unit in ((1, seconds, "s"), (2, memory, "GB")):
+            made.add_scatter(
+                x=[record.workload["buckets"] for record in each], y=values, row=1, col=column,
+                name=f"{model}, {arm}", legendgroup=f"{model}, {arm}", showlegend=column == 1, mode="lines+markers",
+                line={"color": colour(arm), "width": 2, "dash": DASHES[models.index(model) % len(DASHES)]},
+                marker={"size": 8}, hovertemplate=f"%{{x}} buckets: %{{y:.4g}} {unit}",
+            )  # fmt: skip
+    made.update_xaxes(title_text="buckets (count)", rangemode="tozero")
+    made.update_yaxes(rangemode="tozero")
+    made.update_yaxes(title_text="warm-ups and captures (s)", col=1)
+    return made.update_yaxes(title_text="memory added (GB)", col=2)
+
+
+def _by_line(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    lines: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        lines.setdefault((_model(record), record.arm), []).append(record)
+    return lines
+
+
+def _sum(record: Record, *names: str) -> float | None:
+    """The sum of metrics; None, which draws nothing, where one was not measured."""
+    values = [record.metrics.get(name) for name in names]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return sum(numbers) if len(numbers) == len(names) else None
+
+
+def _model(record: Record) -> str:
+    return Path(record.model or "").name
