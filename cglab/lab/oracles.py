@@ -102,12 +102,12 @@ class StepOracles(ABC, Generic[R]):
             runner.capture()
         self.drift = Drift()
         self._parted: list[tuple[dict[str, Any], float]] = []
-        self.result = TechniqueParity(
-            self.technique,
-            dtype=str(dtype).removeprefix("torch."),
-            recorder=self.group.recorder.name,
-            ops=ops,
-        )
+        names: dict[str, Any] = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "recorder": self.group.recorder.name,
+            "ops": ops,
+        }
+        self.result = TechniqueParity(self.technique, **names)
 
     @abstractmethod
     def make_runners(self) -> dict[tuple[str, bool], R]:

@@ -44,10 +44,12 @@ class Body(Protocol):
     Attributes:
         name: what the choice is called.
         compile_seconds: what compiling for models of this shape has taken so far.
+        compilations: how often a compiler has run for them.
     """
 
     name: str
     compile_seconds: float
+    compilations: int
 
     def __call__(self, model: Decoder, hidden: Tensor, turn: Tensor, attend: Any) -> Tensor:
         """Runs every block.
@@ -67,7 +69,7 @@ class Body(Protocol):
 class Portable:
     """Block after block in PyTorch's own operators: on any device and recorder, and what others are checked against."""
 
-    name, compile_seconds = "portable", 0.0
+    name, compile_seconds, compilations = "portable", 0.0, 0
 
     def __call__(self, model: Decoder, hidden: Tensor, turn: Tensor, attend: Attend) -> Tensor:
         """See ``Body``."""

@@ -119,7 +119,7 @@ def test_requests_that_can_never_run_are_refused_and_nothing_leaks(lab, prompts_
 
 def test_comparison_carries_parity_coverage_and_the_honest_note(lab):
     compared = lab.compare("decode", ("eager", "full", "breakable"), batch=3, context=40, repeats=2)
-    assert compared.workload == {"batch": 3, "context": 40, "bucket": 4, "cache": 128}
+    assert compared.workload == {"batch": 3, "context": 40, "bucket": 4, "cache": 128, "ops": "portable"}
     assert {arm: each.verdict for arm, each in compared.parity.items()} == {
         "full": "bitwise",
         "breakable": "bitwise",

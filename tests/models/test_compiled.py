@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
 
 from cglab.errors import RecompiledError, ToggleError
-from cglab.models.compiled import Compiled, Kernels
+from cglab.models.compiled import Compiled, Kernels, nothing_compiled
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Portable, rotate
 from cglab.models.kv import PagedKV
@@ -79,6 +79,7 @@ class Both:
         on_cpu = {"backend": "aot_eager", "kernels": Kernels(matvec, turn_and_store)}
         self.compiled = Compiled(config, **({} if DEVICE.type == "cuda" else on_cpu))
         self.compiled.prepare(self.model, self.kv[1])
+        self.model.body = self.compiled
         for kv in self.kv:
             for cache in kv.caches().values():
                 cache.zero_()
@@ -87,7 +88,7 @@ class Both:
     def step(self, attend, tokens, positions):
         out = []
         for body, kv in zip((Portable(), self.compiled), self.kv, strict=True):
-            self.model.body = body
+            self.model.body = body  # the compiled one is left
             out.append(self.model(tokens, positions, attend(kv, body.name)))
         assert torch.allclose(*out, atol=1e-4, rtol=1e-4)
         for ours, theirs in zip(*(kv.caches().values() for kv in self.kv), strict=True):
@@ -122,7 +123,7 @@ def test_both_bodies_agree_at_every_size_and_b57_b58_nothing_is_compiled_again(c
     both = Both(config)
     compiled = both.compiled.compilations
     assert compiled == COMPILED
-    with both.compiled.nothing_compiled():
+    with nothing_compiled(both.model):
         both.prefill([Span(1, 0, 5), Span(2, 0, 1), Span(3, 0, 7)])
         both.prefill([Span(1, 5, 1)])
         for size in (3, 2, 1):
@@ -133,7 +134,7 @@ def test_both_bodies_agree_at_every_size_and_b57_b58_nothing_is_compiled_again(c
 def test_b57_p30_another_dtype_is_told_and_not_compiled_in_silence():
     both = Both(ModelConfig(**{**SHAPE, "qk_norm": True}))
     both.model.to(torch.float64)
-    with pytest.raises(RecompiledError, match="the compiler ran"), both.compiled.nothing_compiled():
+    with pytest.raises(RecompiledError, match="the compiler ran"), nothing_compiled(both.model):
         attended, residual = (torch.zeros(2, n, dtype=torch.float64, device=DEVICE) for n in (64, 32))
         with torch.no_grad():
             both.compiled._halves(both.model.blocks[0])[1](attended, residual)
