@@ -90,7 +90,7 @@ def _join(parts_out, parts_log, out, parts, KV: tl.constexpr, GROUP: tl.constexp
 
 
 def parts_for(requests: int, kv_heads: int, processors: int, context: int) -> int:
-    """Into how many parts a context is split: enough that the processors have two programs each, and no more.
+    """Into how many parts a context is split: as long as the processors get no more than four programs each.
 
     Args:
         requests: rows of the padded step; a batch's own number, so that padding changes nobody's sums.
@@ -98,7 +98,7 @@ def parts_for(requests: int, kv_heads: int, processors: int, context: int) -> in
         processors: of the device.
         context: most tokens that a request can have.
     """
-    wanted = triton.cdiv(2 * processors, requests * kv_heads)
+    wanted = 4 * processors // (requests * kv_heads)
     return max(1, min(wanted, triton.cdiv(context, BLOCK), MOST_PARTS))
 
 
