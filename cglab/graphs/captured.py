@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from cglab.errors import ClosedError, PoolBusyError
 from cglab.graphs.address import AddressContract
-from cglab.graphs.backends import BACKENDS, CaptureCost, check_backend
+from cglab.graphs.backends import BACKENDS, check_backend
 from cglab.graphs.breaks import capturing
 from cglab.graphs.buffers import SharedBuffers, StaticBuffers
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.dispatch import choose_bucket, live_size
 from cglab.graphs.keys import ShapeKey
+from cglab.graphs.ledger import CaptureCost
 from cglab.graphs.options import MANY_SHAPES, Options, warn_of_many_shapes
 from cglab.graphs.outputs import LiveView, Stored, trimmed
 from cglab.graphs.recorder import Pool, Recorder
