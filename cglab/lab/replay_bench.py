@@ -35,7 +35,7 @@ POINTS = (
 QUICK_POINTS = (
     ("decode", {"batch": 2, "context": 32}), ("decode", {"batch": 3, "context": 32}), ("prefill", {"tokens": 13}),
 )  # fmt: skip
-ROUNDS, REPEATS = 3, 30
+ROUNDS, REPEATS, QUICK_REPEATS = 3, 30, 5
 
 
 def replay(
@@ -65,13 +65,13 @@ def replay(
                 for arm in ARMS:
                     progress(f"{name}: {phase} {arm}, {', '.join(f'{k} {v}' for k, v in given.items())}")
                     with fixed_step(lab.engine, phase, given, lab.sizes) as step:
-                        yield _point(lab, phase, arm, step, run)
+                        yield _point(lab, phase, arm, step, run, REPEATS if large else QUICK_REPEATS)
 
 
-def _point(lab: Lab, phase: str, arm: str, step: Step, run: str) -> Record:
+def _point(lab: Lab, phase: str, arm: str, step: Step, run: str, repeats: int) -> Record:
     runner, device = lab.runner(arm, phase), lab.device
     parity, before = lab.step_parity(arm, step, phase), runner.coverage().copy()
-    samples = verb_samples(runner, step, device)
+    samples = verb_samples(runner, step, device, repeats=repeats)
     metrics = verb_metrics({name: median(values) for name, values in samples.items()})
     if device.type == "cuda":
         metrics["launches_outside"] = _launches(
@@ -87,7 +87,7 @@ def _point(lab: Lab, phase: str, arm: str, step: Step, run: str) -> Record:
 
 
 def verb_samples(
-    runner: Runner[Any], step: Step, device: torch.device, *, rounds: int = ROUNDS, repeats: int = REPEATS
+    runner: Runner[Any], step: Step, device: torch.device, *, repeats: int = REPEATS
 ) -> dict[str, list[float]]:
     """Microseconds until each verb returns, one sample a round; verbs in turns, so that drift meets all of them.
 
@@ -95,7 +95,6 @@ def verb_samples(
         runner: has captured the bucket of the step.
         step: is run.
         device: what is measured.
-        rounds: turns.
         repeats: calls of a verb in a turn, whose median is the sample.
 
     Returns:
@@ -108,7 +107,7 @@ def verb_samples(
         values = {**step.inputs, **runner.derived(step.live)}
         key = captured.can_run(values, live)
         if isinstance(key, Miss):
-            return {"total": [host_us(whole["total"], device, repeats) for _ in range(rounds)]}
+            return {"total": [host_us(whole["total"], device, repeats) for _ in range(ROUNDS)]}
         captured.load(values, live, key.size)
         output = captured.replay(key)
     verbs: dict[str, Callable[[], Any]] = {
@@ -122,7 +121,7 @@ def verb_samples(
         "trim": lambda: captured.trim(output, live, key.size),
     }
     samples: dict[str, list[float]] = {name: [] for name in (*verbs, *whole)}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name, function in (verbs | whole).items():
             with runner.during(step.live) if name in verbs else nullcontext():
                 samples[name].append(host_us(function, device, repeats))
