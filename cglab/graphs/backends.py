@@ -22,42 +22,14 @@ from torch.random import fork_rng
 from cglab.errors import EmptyCaptureError, ToggleError
 from cglab.graphs.breaks import Aside, BreakCall, Inline, Refuse, Split, Stage, staged
 from cglab.graphs.keys import ShapeKey, require_key
+from cglab.graphs.ledger import CaptureCost
 from cglab.graphs.outputs import OutputBuffers, Stored
-from cglab.graphs.recorder import Pool, Recorder, Segment
+from cglab.graphs.recorder import Pool, Recorder, Segment, TakeSeconds
 
 log = logging.getLogger("cglab.graphs")
 
-
-@dataclass(frozen=True, slots=True)
-class CaptureCost:
-    """The ledger's line for one bucket.
-
-    Attributes:
-        key: the bucket.
-        warmup_seconds, capture_seconds: wall time.
-        pool_bytes: growth of the pool; 0 where it fitted into what larger buckets had left.
-        device_bytes: growth of device memory outside the allocator (graph executables, modules).
-        nodes: operations recorded; None where they cannot be counted.
-        breaks: eager calls between segments.
-        warmups: how many were run.
-    """
-
-    key: ShapeKey
-    warmup_seconds: float
-    capture_seconds: float
-    pool_bytes: int
-    device_bytes: int
-    nodes: int | None
-    breaks: int
-    warmups: int
-
-    def as_row(self) -> dict[str, Any]:
-        """Plain values for a table, times in milliseconds."""
-        return {
-            "bucket": str(self.key), "warmup_ms": self.warmup_seconds * 1e3, "capture_ms": self.capture_seconds * 1e3,
-            "pool_bytes": self.pool_bytes, "device_bytes": self.device_bytes, "nodes": self.nodes,
-            "breaks": self.breaks, "warmups": self.warmups,
-        }  # fmt: skip
+Recorded = tuple[list[Segment | BreakCall], Stored, TakeSeconds]
+"""What a recording left behind, its output, and what it took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +78,13 @@ class Backend(ABC):
     def capture_session(self) -> Iterator[None]:
         """Around the loop over shapes: the pool is taken and the garbage collector waits.
 
+        Only what died of late is collected before: to look through all that torch has imported takes longer than to
+        capture a bucket, and where buckets are captured on first use each of them would wait for it.
+
         Default random generators keep their state, so that a first call that captures draws what eager would; a
         generator of the user's own is advanced by warm-ups and checks.
         """
-        gc.collect()
+        gc.collect(1)
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -142,11 +117,12 @@ class Backend(ABC):
             CaptureError: if it cannot be recorded; earlier recordings are intact.
         """
         require_key(key)
-        pool_before, footprint = self.pool.reserved_bytes, self.recorder.footprint()
+        pool_before, outputs_before = self.pool.reserved_bytes, self.outputs.reserved_bytes
+        footprint = self.recorder.footprint()
         started = time.perf_counter()
-        copies, warmups = self._warm_up(function, after_warmup)
+        copies, warmups, loaded = self._warm_up(function, footprint, after_warmup)
         warmed = time.perf_counter()
-        steps, output = self._record(function)
+        steps, output, seconds = self._record(function)
         if len(steps) > 1 and after_warmup is not None:  # breaks, and what they read, ran for real
             after_warmup()
         segments = [step for step in steps if not isinstance(step, BreakCall)]
@@ -166,23 +142,26 @@ class Backend(ABC):
         self._artifacts[key] = Artifact(tuple(steps), output, keep_alive)
         return CaptureCost(
             key, warmed - started, time.perf_counter() - warmed, self.pool.reserved_bytes - pool_before,
-            self.recorder.footprint() - footprint, nodes, breaks, warmups,
+            self.recorder.footprint() - footprint, nodes, breaks, warmups, loaded_bytes=loaded - footprint,
+            output_bytes=self.outputs.reserved_bytes - outputs_before, seconds=seconds,
         )  # fmt: skip
 
     def _warm_up(
-        self, function: Callable[[], Any], after_warmup: Callable[[], None] | None
-    ) -> tuple[int, int]:
+        self, function: Callable[[], Any], footprint: int, after_warmup: Callable[[], None] | None
+    ) -> tuple[int, int, int]:
+        """Copies that ``store`` will record, warm-ups run, and the footprint after them."""
         wanted = self._warmups if self._warmups is not None else (1 if self._artifacts else 2)
         done = copies = 0
         while done < wanted:
-            footprint = self.recorder.footprint()
+            before = footprint
             with staged(self._warmup_stage()):
                 output = self.recorder.warm_up(function)
+            footprint = self.recorder.footprint()
             copies = self.outputs.prepare(output)
             done += 1
             if after_warmup is not None:
                 after_warmup()
-            if self._warmups is None and wanted == 1 and self.recorder.footprint() > footprint:
+            if self._warmups is None and wanted == 1 and footprint > before:
                 log.info("a warm-up loaded something new; warming up once more")
                 wanted = 2
         if not done:  # the caller switched warm-ups off: the buffers still need to know the output
@@ -190,13 +169,13 @@ class Backend(ABC):
                 copies = self.outputs.prepare(self.recorder.shape_of(function))
             if after_warmup is not None:
                 after_warmup()
-        return copies, done
+        return copies, done, footprint
 
     @abstractmethod
     def _warmup_stage(self) -> Stage: ...
 
     @abstractmethod
-    def _record(self, function: Callable[[], Any]) -> tuple[list[Segment | BreakCall], Stored]: ...
+    def _record(self, function: Callable[[], Any]) -> Recorded: ...
 
     def replay(self, key: ShapeKey) -> Stored:
         """Runs the recording of ``key``; the result is overwritten by the next replay.
@@ -247,11 +226,11 @@ class Full(Backend):
     def _warmup_stage(self) -> Stage:
         return Inline() if self._inline_breaks else Refuse()
 
-    def _record(self, function: Callable[[], Any]) -> tuple[list[Segment | BreakCall], Stored]:
+    def _record(self, function: Callable[[], Any]) -> Recorded:
         with self.recorder.take(self.pool) as take:
             with staged(self._warmup_stage()):
                 output = self.outputs.store(function())
-            return [take.cut()], output
+            return [take.cut()], output, take.seconds
 
 
 class Breakable(Backend):
@@ -263,7 +242,7 @@ class Breakable(Backend):
     def _warmup_stage(self) -> Stage:
         return Aside()
 
-    def _record(self, function: Callable[[], Any]) -> tuple[list[Segment | BreakCall], Stored]:
+    def _record(self, function: Callable[[], Any]) -> Recorded:
         split: Split | None = None
         try:
             with self.recorder.take(self.pool) as take:
@@ -271,7 +250,7 @@ class Breakable(Backend):
                 with staged(split):
                     output = self.outputs.store(function())
                 split.finish()
-                return split.steps, output
+                return split.steps, output, take.seconds
         except BaseException:
             for step in split.steps if split is not None else []:
                 step.close()

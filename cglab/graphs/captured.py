@@ -1,8 +1,7 @@
 """A step with its recordings, as five verbs.
 
 ``can_run`` decides, ``pad`` picks the bucket, ``load`` fills the static buffers, ``replay`` runs, ``trim`` cuts the
-result to the live rows. Everything that knows about buckets, padding and keys is here, once; runners add what a
-phase of the model needs.
+result to the live rows. Buckets, padding and keys are known here, once; runners add what a phase of the model needs.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from cglab.errors import ClosedError, PoolBusyError
 from cglab.graphs.address import AddressContract
-from cglab.graphs.backends import BACKENDS, CaptureCost, check_backend
+from cglab.graphs.backends import BACKENDS, check_backend
 from cglab.graphs.breaks import capturing
 from cglab.graphs.buffers import SharedBuffers, StaticBuffers
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.dispatch import choose_bucket, live_size
 from cglab.graphs.fits import Fit, Fits, kinds_of
 from cglab.graphs.keys import ShapeKey
+from cglab.graphs.ledger import CaptureCost
 from cglab.graphs.options import Options, note_eager_size
 from cglab.graphs.outputs import LiveView, Stored, trimmed
 from cglab.graphs.recorder import Pool, Recorder

@@ -7,6 +7,7 @@ invalidate them (B11). A capture that fails is undone to the last piece: stream,
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,22 +18,29 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from cglab.errors import CaptureError, InputError
+from cglab.errors import CaptureError, ClosedError, InputError
 from cglab.graphs import faults
 from cglab.graphs.cuda_errors import explain
 from cglab.graphs.cuda_pool import CudaPool
-from cglab.graphs.recorder import Pool, Result, Segment, explained, seen_alike
+from cglab.graphs.recorder import Pool, Result, Segment, TakeSeconds, explained, seen_alike
 from cglab.graphs.streams import StreamWatch, install
 
 ERROR_MODE = "thread_local"
 
 
 class CudaSegment:
-    """One instantiated graph."""
+    """One graph, with its executable or without: the first replay makes what is missing."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int | None) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self.nodes = nodes
+
+    @property
+    def address(self) -> int:
+        """Of the recorded ``cudaGraph_t``, which is kept beside its executable."""
+        if self._graph is None:
+            raise ClosedError("the segment was closed, and its graph destroyed; capture it again")
+        return self._graph.raw_cuda_graph()
 
     def replay(self) -> None:
         """Launches the graph on the current stream; an empty segment between two breaks launches nothing."""
@@ -53,17 +61,20 @@ class CudaSegment:
 class CudaTake:
     """A recording under way on the recorder's stream; see ``recorder.Take``."""
 
-    def __init__(self, pool: CudaPool, watch: StreamWatch) -> None:
+    def __init__(self, pool: CudaPool, watch: StreamWatch, *, instantiate: bool = True) -> None:
         self.pool = pool
-        self._watch = watch
+        self.seconds = TakeSeconds()
+        self._watch, self._instantiate = watch, instantiate
         self._graph: torch.cuda.CUDAGraph | None = None
         self.invalidated = False
 
     def resume(self) -> None:
         """Starts the next segment, after side streams that a break left open have been joined (B08)."""
         self._watch.join()
+        started = time.perf_counter()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graph.capture_begin(pool=self.pool.handle, capture_error_mode=ERROR_MODE)
+        self.seconds.begin += time.perf_counter() - started
         self._graph = graph
         self._watch.recording = True
 
@@ -73,14 +84,18 @@ class CudaTake:
         if graph is None:
             raise CaptureError("no segment is being recorded")
         self._watch.join()
+        started = time.perf_counter()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*CUDA Graph is empty.*")
             graph.capture_end()
         self._graph = None
         self._watch.recording = False
         nodes = count_nodes(graph)
-        if nodes != 0:
+        ended = time.perf_counter()
+        if nodes != 0 and self._instantiate:
             graph.instantiate()
+        self.seconds.end += ended - started
+        self.seconds.instantiate += time.perf_counter() - ended
         return CudaSegment(graph, nodes)
 
     def settle(self, segment: Segment) -> None:
@@ -138,11 +153,17 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaRecorder:
-    """Records on one GPU, all captures on that GPU's capture stream."""
+    """Records on one GPU, all captures on that GPU's capture stream.
+
+    Args:
+        device: the GPU.
+        instantiate: make each graph's executable at once; otherwise its first replay does.
+    """
 
     name = "cuda"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, instantiate: bool = True) -> None:
+        self._instantiate = instantiate
         self.device = torch.device(
             "cuda", device.index if device.index is not None else torch.cuda.current_device()
         )
@@ -179,7 +200,7 @@ class CudaRecorder:
         if not isinstance(pool, CudaPool):
             raise InputError(f"the cuda recorder needs a pool of its own kind, not a {type(pool).__name__}")
         watch = StreamWatch(self.stream)
-        take = CudaTake(pool, watch)
+        take = CudaTake(pool, watch, instantiate=self._instantiate)
         self.synchronize()
         try:
             with (
@@ -203,7 +224,8 @@ class CudaRecorder:
     def footprint(self) -> int:
         """Driver memory in use that the caching allocator does not account for."""
         free, total = torch.cuda.mem_get_info(self.device)
-        return total - free - torch.cuda.memory_reserved(self.device)
+        stats = torch._C._cuda_memoryStats(self.device.index)
+        return int(total - free - stats["reserved_bytes"]["all"]["current"])
 
     def synchronize(self) -> None:
         """Waits for the device."""

@@ -66,15 +66,14 @@ class CudaPool(Pool):
         return any(start <= address < end for start, end in self._segments())
 
     def _segments(self) -> list[tuple[int, int]]:
-        """Address ranges of the pool; a snapshot is slow, so it is taken only when reserved memory has changed."""
+        """Address ranges of the pool; a snapshot is slow, so it is the pool's only, and of changed memory only."""
         stats = torch._C._cuda_memoryStats(self.device.index or 0)
         changes = stats["segment"]["all"]["allocated"] + stats["segment"]["all"]["freed"]
         if changes != self._ranges_at:
-            wanted = {tuple(handle) for handle in self._handles}
             self._ranges = [
                 (segment["address"], segment["address"] + segment["total_size"])
-                for segment in torch.cuda.memory_snapshot()
-                if tuple(segment.get("segment_pool_id", ())) in wanted
+                for handle in self._handles
+                for segment in torch.cuda.memory_snapshot(handle)
             ]
             self._ranges_at = changes
         return self._ranges

@@ -47,6 +47,11 @@ class OutputBuffers:
         self._buffers: list[Tensor | None] = []
         self._structure: TreeSpec | None = None
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffers, which lie outside of any pool."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers if buffer is not None)
+
     def prepare(self, example: Any) -> int:
         """Makes room for an output like ``example``, outside of any recording.
 

@@ -11,6 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -42,8 +43,27 @@ class Segment(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class TakeSeconds:
+    """Where a recording's time went, of all its segments together; what is left of it is the recording itself.
+
+    Attributes:
+        begin, end: of the capture, by the driver.
+        instantiate: from the recorded graph to one that can be launched.
+    """
+
+    begin: float = 0.0
+    end: float = 0.0
+    instantiate: float = 0.0
+
+
 class Take(Protocol):
     """A recording that is under way."""
+
+    @property
+    def seconds(self) -> TakeSeconds:
+        """What the segments so far took of the driver; nothing where recording has no driver."""
+        ...
 
     def cut(self) -> Segment:
         """Ends the running segment and returns it; work is no longer recorded."""

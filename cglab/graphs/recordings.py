@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from cglab.errors import CaptureError, CaptureMemoryError
-from cglab.graphs.backends import BACKENDS, CaptureCost
+from cglab.graphs.backends import BACKENDS
 from cglab.graphs.breaks import BreakCall
 from cglab.graphs.buffers import StaticBuffers
 from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.keys import ShapeKey
+from cglab.graphs.ledger import CaptureCost
 from cglab.graphs.options import CaptureFailedWarning, Options, outside_level
 from cglab.graphs.outputs import Stored, rows_per_size
 from cglab.graphs.recorder import Pool, Recorder, Segment

@@ -33,7 +33,7 @@ from cglab.errors import (
 from cglab.graphs import faults
 from cglab.graphs.out_forms import OutForm, out_form
 from cglab.graphs.places import place_of_error, place_of_stack
-from cglab.graphs.recorder import Pool, Result, Segment, explained
+from cglab.graphs.recorder import Pool, Result, Segment, TakeSeconds, explained
 from cglab.graphs.refusals import HostReadWatch, refusal
 from cglab.graphs.tape_pool import TapePool
 from cglab.graphs.writes import WriteJournal, written_tensors
@@ -104,6 +104,7 @@ class TapeTake(TorchDispatchMode):
     def __init__(self, pool: TapePool) -> None:
         super().__init__()
         self.pool = pool
+        self.seconds = TakeSeconds()
         self.journal = WriteJournal(skip=lambda tensor: pool.chunk_of(tensor) is not None)
         self.notes: Counter[str] = Counter()
         self._nodes: list[Node] | None = []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cglab.lab import suites
+from cglab.lab.capture_bench import capture
 from cglab.lab.checking import CASES, check_technique
 from cglab.lab.decode_bench import decode
 from cglab.lab.growth_bench import growth
@@ -21,6 +22,7 @@ from cglab.lab.load_bench import load
 from cglab.lab.planner_bench import planner
 from cglab.lab.prefill_bench import prefill
 from cglab.lab.recovery import recovery_sweep
+from cglab.lab.replay_bench import replay
 from cglab.lab.request_cases import LOAD, check_requests
 from cglab.lab.step_metrics import Progress, silent
 from cglab.lab.ttft_bench import ttft
@@ -169,9 +171,13 @@ BENCHES: Mapping[str, Bench] = {
         "decode step, eager and full in turns, by batch and context; its terms beside their least", growth
     ),
     "prefill": Bench(
-        "prefill step: the arms in turns at several sizes; wall over busy, breaks, padding, capture cost",
+        "prefill step: the arms in turns at several sizes; wall over busy, breaks, padding",
         prefill,
     ),
+    "capture": Bench(
+        "all buckets captured in one go: seconds and bytes, where they go, and how they grow", capture
+    ),
+    "replay": Bench("what a replay costs the host over the bare graph's, verb by verb", replay),
     "ttft": Bench("time to first token under concurrency, prefill eager, breakable and full in turns", ttft),
     "load": Bench(
         "three loads with decoding, prefill eager and breakable in turns: latency, occupancy", load

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cglab.errors import InputError
-from cglab.graphs.backends import CaptureCost
+from cglab.graphs.ledger import CaptureCost
 from cglab.graphs.planner import BucketCosts
 
 

@@ -3,8 +3,7 @@
 1. *Padded eager*: the same step at the padded size, eager: bitwise, every output and every KV slot.
 2. *Live eager*: the step at its live size, float32: within the drift that eager itself shows on the same rows
    between two heights and between two orders of attention's sums, tokens equal but for near-ties.
-3. *Poison*: reserved memory full of NaN, static buffers full of hostile values before the load: live rows, live KV
-   and the inputs stay bitwise unchanged.
+3. *Poison*: NaN in reserved memory, hostile values in static buffers: live rows, live KV and inputs stay as they are.
 
 What a sequence is made of is the technique's business (``lab.cases``); what a step must satisfy is said here, once.
 """

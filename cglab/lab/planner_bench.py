@@ -11,12 +11,12 @@ import torch
 
 from cglab.engine.workload import Step, steady_decode, steady_prefill
 from cglab.errors import InputError
+from cglab.lab.apart import runner_apart
 from cglab.lab.bucket_costs import MeasuredCosts, measured_costs
 from cglab.lab.facade import Lab
 from cglab.lab.load_bench import open_for
 from cglab.lab.loads import LOADS, QUICK_LOADS
 from cglab.lab.planning import PhasePlan, plan
-from cglab.lab.prefill_bench import all_captured
 from cglab.lab.size_trace import SizeTrace
 from cglab.lab.step_metrics import Progress, model_facts, silent, sustained
 from cglab.measure.record import Record, make_record, new_run
@@ -91,7 +91,8 @@ def prefill_costs(lab: Lab, buckets: Sequence[int] | None = None) -> MeasuredCos
     """
     eager = lab.runner("eager", "prefill")
     step_ms, eager_ms = {}, {}
-    with all_captured(lab, buckets) as breakable:
+    with runner_apart(lab, "prefill", "breakable", buckets) as breakable:
+        breakable.capture()
         for size in breakable.captured.captured_sizes:
             requests = split(size, lab.engine.largest_batch, lab.max_context - 1)
             with steady_prefill(lab.engine, size, requests=requests) as step:

@@ -1,16 +1,14 @@
-"""The prefill bench: one step of several sizes by every arm, what its breaks cost, and what capturing it costs."""
+"""The prefill bench: one step of several sizes by every arm, and what its breaks cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from cglab.engine.workload import PrefillStep, steady_prefill
 from cglab.graphs.buckets import bucket_list, padding_waste, sglang_prefill
-from cglab.graphs.options import Options
 from cglab.lab.facade import Lab
 from cglab.lab.opening import open_lab
 from cglab.lab.step_metrics import (
@@ -29,7 +27,6 @@ from cglab.lab.step_metrics import (
 from cglab.measure.ab import interleave
 from cglab.measure.profiling import profile
 from cglab.measure.record import Record, make_record, new_run
-from cglab.runners.base import GraphGroup
 from cglab.runners.prefill import PrefillRunner
 
 POINTS = ((8192, 0), (1024, 8192), (2048, 0), (1025, 0), (512, 0), (128, 0))
@@ -47,9 +44,7 @@ def prefill(
     progress: Progress = silent,
     models: Sequence[str] | None = None,
 ) -> Iterator[Record]:
-    """One prefill step by every arm, in turns: busy time, launches, breaks, padding, capture cost.
-
-    After the steps all buckets of SGLang's list are captured at once, in a pool of their own, for what they cost.
+    """One prefill step by every arm, in turns: busy time, launches, breaks, padding, capture cost of its bucket.
 
     Args:
         device: what is measured.
@@ -58,7 +53,7 @@ def prefill(
         models: names; by default the two Qwen3 shapes on a GPU and the shipped model on a CPU.
 
     Yields:
-        A record for each arm of each step, then one for all buckets, by model.
+        A record for each arm of each step, by model.
     """
     large = device.type == "cuda" and not quick
     names = models or (("qwen3-8b", "qwen3-0.6b") if large else ("pico-gqa",))
@@ -76,8 +71,6 @@ def prefill(
                 with steady_prefill(lab.engine, tokens, cached) as step:
                     records = _point(lab, step, run, quick=not large)
                 yield from records
-            progress(f"{name}: capture all {len(lab.prefill_buckets)} buckets")
-            yield _all_buckets(lab, run)
 
 
 def calls_within(seconds: float) -> int:
@@ -135,35 +128,3 @@ def _axis(runner: PrefillRunner) -> dict[str, int]:
     """The fixed sizes of a full recording."""
     sizes = {"max_requests": runner.max_requests, "max_cached": runner.max_cached}
     return sizes if runner.backend == "full" else {}
-
-
-@contextmanager
-def all_captured(lab: Lab, buckets: Sequence[int] | None = None) -> Iterator[PrefillRunner]:
-    """A breakable prefill runner of the lab's model with all its buckets captured, in a pool of its own.
-
-    Args:
-        lab: an open lab.
-        buckets: token counts; None for the lab's list.
-    """
-    group = GraphGroup(lab.device)
-    try:
-        runner = PrefillRunner(
-            lab.model, lab.engine.kv, group, buckets or lab.prefill_buckets, Options("breakable")
-        )
-        try:
-            runner.capture()
-            yield runner
-        finally:
-            runner.close()
-    finally:
-        group.close()
-
-
-def _all_buckets(lab: Lab, run: str) -> Record:
-    with all_captured(lab) as runner:
-        return make_record(
-            bench="prefill", arm="breakable", device=lab.device, run=run,
-            metrics=ledger_metrics(runner.captured.ledger), samples=ledger_columns(runner.captured.ledger),
-            workload={"captured": "all buckets", "cache": lab.max_context}, **model_facts(lab),
-            notes="All buckets captured in one go in a pool of their own; kernels were loaded before.",
-        )  # fmt: skip

@@ -14,9 +14,9 @@ import torch
 
 from cglab.engine.workload import Step
 from cglab.errors import InputError
-from cglab.graphs.backends import CaptureCost
 from cglab.graphs.breaks import BreakCall
 from cglab.graphs.clocks import clock_for, median_seconds, sample_seconds
+from cglab.graphs.ledger import CaptureCost
 from cglab.graphs.recorder import Segment
 from cglab.lab.facade import Lab
 from cglab.measure.ab import ABResult

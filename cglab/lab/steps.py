@@ -141,6 +141,11 @@ def step_parity(runner: Runner[Any], step: Step) -> Parity:
     else:  # it ran eager, at its live size
         want = runner.run_live_eager(step.live, **step.inputs)
     wanted = want if isinstance(want, tuple) else (want,)
+    return compare_outputs(got, wanted)
+
+
+def compare_outputs(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Parity:
+    """The worst of a step's outputs: numbers as logits, the rest as tokens."""
     return worst(
         compare_logits(one, other)
         if one.is_floating_point()

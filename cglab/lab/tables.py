@@ -8,7 +8,7 @@ from typing import Any
 from cglab.lab.comparison import TAPE_NOTE
 from cglab.measure.record import Record
 
-_SIZES = ("batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "phase", "ops")
+_SIZES = ("batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "phase", "ops", "kernels")
 _COLUMNS = {
     "decode": ("step_ms", "ratio_to_eager", "ratio_to_transformers", "busy_ms", "launches", "kernels", "gap_us",
                "floor_ms", "predicted_gain_ms", "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
@@ -17,12 +17,16 @@ _COLUMNS = {
     "prefill": ("step_ms", "ratio_to_eager", "verdict", "busy_ms", "wall_over_busy", "launches", "breaks", "break_us",
                 "break_replay_us", "break_host_us", "segment_host_us", "host_ms", "padding_waste", "predicted_gain_ms",
                 "gained_ms", "outcome", "buckets", "warmup_s", "capture_s", "capture_gb"),
+    "capture": ("buckets", "executables", "warmup_s", "capture_s", "record_s", "instantiate_s", "total_s", "compile_s",
+                "kernel_cache", "pool_gb", "executables_gb", "loaded_gb", "held_gb", "seconds_per_bucket",
+                "seconds_fixed", "seconds_off", "gb_per_bucket", "saved_gb", "switch_us", "plain_us"),
+    "replay": ("bare_us", "host_us", "derive_us", "decide_us", "load_us", "check_us", "dispatch_us", "trim_us",
+               "rest_us", "launches_outside"),
     "ttft": ("ttft_ms", "queueing_ms", "ratio_to_eager", "verdict", "instances", "gap_share", "predicted_gain_ms",
              "gained_ms", "outcome", "tokens_equal", "occupancy_percent"),
     "ttft_crossover": ("limit", "safe_limit", "next_size", "crossover", "default_limit"),
     "load": ("ttft_ms_p50", "ttft_ratio", "ttft_verdict", "tpot_ms_p50", "tpot_ratio", "output_tok_s",
              "queueing_ms_p50", "tokens_equal", "occupancy_percent", "gauge_percent"),
-    "capture": ("buckets", "warmup_s", "capture_s", "compile_s", "capture_gb"),
     "planner": ("time_ms", "ratio_to_sglang", "waste", "buckets", "eager_steps", "memory_mb", "capture_s", "ok"),
     "recovery": ("operations", "tried", "failed", "ok"),
     "notebooks": ("tests", "passed", "failures", "errors", "skipped", "ok"),

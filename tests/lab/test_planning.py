@@ -15,8 +15,8 @@ from cglab.engine.load import Load, drive
 from cglab.engine.memory import CacheLayout
 from cglab.engine.scheduler import Scheduler
 from cglab.errors import BucketError, InputError
-from cglab.graphs.backends import CaptureCost
 from cglab.graphs.keys import ShapeKey
+from cglab.graphs.ledger import CaptureCost
 from cglab.graphs.planner import BucketBudget, BucketCosts
 from cglab.lab.bucket_costs import Measured, measured_costs
 from cglab.lab.planning import PHASES, plan

@@ -6,8 +6,8 @@ import torch
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.engine import Engine
 from cglab.engine.load import drive
-from cglab.graphs.backends import CaptureCost
 from cglab.graphs.keys import ShapeKey
+from cglab.graphs.ledger import CaptureCost
 from cglab.graphs.options import Options
 from cglab.lab.bucket_costs import measured_costs
 from cglab.lab.loads import LOADS

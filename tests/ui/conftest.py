@@ -8,9 +8,9 @@ import pytest
 from cglab.engine.load import Load, LoadResult
 from cglab.engine.segments import Segment
 from cglab.engine.timing import RequestTiming
-from cglab.graphs.backends import CaptureCost
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.keys import ShapeKey
+from cglab.graphs.ledger import CaptureCost
 from cglab.lab.bucket_costs import measured_costs
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.load_run import LoadRun
