@@ -1,8 +1,9 @@
 """The compiled form of the decoder's body: what lies between two attentions, as regions of ``torch.compile``.
 
-Every block is the same two functions of tensors, so each is compiled twice for all of them: for one row, where a
-matrix product is bound by reading the weights and gets a kernel of its own, and for any other number of rows. Both
-are compiled before the first step, on rows that are no other size of the model: nothing is compiled in a capture's
+Every block is the same two functions of tensors, so each is compiled once for all of them and for each kind of step:
+one row, and at most 16, where a matrix product is bound by reading the weights and gets a kernel of its own; more; and
+so many that the widest intermediate is computed in halves, as it is what the memory of a prefill's graphs goes into.
+All are compiled before the first step, on rows that are no other size of the model: nothing is compiled in a capture's
 warm-up or in a timed step, and nothing again later (B57, B58). Attention stays outside, so that it can be a break.
 
 The residual stream is carried beside the block's output, and added where the next norm reads it anyway. It cannot run
@@ -27,8 +28,11 @@ from cglab.models.decoder import Decoder
 from cglab.models.kv import CacheAttention, LayerCache, PagedKV
 from cglab.models.paged import prepare_attention
 
-EXAMPLE_ROWS = (37, 1)
-"""Rows of the examples: a number that no other size of a model has, so that it is not taken for that size; and one."""
+FEW_ROWS, MANY_ROWS = 16, 1024
+"""Up to how many rows a product has a kernel of its own, and from how many its widest result comes in halves."""
+EXAMPLE_ROWS = (37, 1, 5, 1033)
+"""Rows of the examples, one of each kind: numbers that no other size of a model has, lest they be taken for that size.
+"""
 
 Between = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -36,16 +40,16 @@ Between = tuple[Tensor, Tensor, Tensor, Tensor]
 class Kernels(NamedTuple):
     """What is not left to the compiler; see ``models.kernels``."""
 
-    matvec: Callable[..., Tensor]
+    thin_linear: Callable[..., Tensor]
     turn_and_store: Callable[..., tuple[Tensor, Tensor]]
 
 
 def written_kernels() -> Kernels:
     """The hand-written ones; they need Triton."""
-    from cglab.models.kernels.matvec import matvec
+    from cglab.models.kernels.thin import thin_linear
     from cglab.models.kernels.turn import turn_and_store
 
-    return Kernels(matvec, turn_and_store)
+    return Kernels(thin_linear, turn_and_store)
 
 
 def regions(config: ModelConfig, kernels: Kernels) -> tuple[Callable[..., Any], ...]:
@@ -61,10 +65,11 @@ def regions(config: ModelConfig, kernels: Kernels) -> tuple[Callable[..., Any], 
     """
     eps, head_dim, kv_heads = config.rms_norm_eps, config.head_dim, config.num_kv_heads
     width, turned = config.hidden_size, config.num_heads + kv_heads
-    matvec, turn_and_store = kernels
+    thin_linear, turn_and_store = kernels
+    inner = config.intermediate_size
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return matvec(x, weight, bias) if x.shape[0] == 1 else F.linear(x, weight, bias)
+        return thin_linear(x, weight, bias) if x.shape[0] <= FEW_ROWS else F.linear(x, weight, bias)
 
     def enter(
         hidden: Tensor, residual: Tensor, turn: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None,
@@ -82,9 +87,15 @@ def regions(config: ModelConfig, kernels: Kernels) -> tuple[Callable[..., Any], 
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         residual = residual + linear(attended, weight, bias)
         normed = F.rms_norm(residual, (width,), norm, eps)
-        if normed.shape[0] == 1:
-            return matvec(matvec(normed, gate_up, gate_up_bias, gated=True), down, down_bias), residual
-        gate, up = F.linear(normed, gate_up, gate_up_bias).chunk(2, dim=-1)
+        if normed.shape[0] <= FEW_ROWS:
+            return thin_linear(
+                thin_linear(normed, gate_up, gate_up_bias, gated=True), down, down_bias
+            ), residual
+        if normed.shape[0] <= MANY_ROWS:
+            gate, up = F.linear(normed, gate_up, gate_up_bias).chunk(2, dim=-1)
+        else:
+            biases = (None, None) if gate_up_bias is None else gate_up_bias.split(inner)
+            gate, up = (F.linear(normed, *half) for half in zip(gate_up.split(inner), biases, strict=True))
         return F.linear(F.silu(gate) * up, down, down_bias), residual
 
     def finish(hidden: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
@@ -184,7 +195,9 @@ class Compiled:
         for layer_index, block in enumerate(model.blocks):
             enter, leave = self._halves(block)
             query, key, value, residual = enter(hidden, residual, turn, attend.cache(layer_index))
-            hidden, residual = leave(attend.attend(layer_index, query, key, value), residual)
+            attended = attend.attend(layer_index, query, key, value)
+            del query, key, value, hidden  # a recording's pool is as large as what is alive at a time
+            hidden, residual = leave(attended, residual)
         out: Tensor = self._finish(hidden, residual, model.norm.weight)
         return out
 

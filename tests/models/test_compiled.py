@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
 
 from cglab.errors import RecompiledError, ToggleError
-from cglab.models.compiled import Compiled, Kernels, nothing_compiled
+from cglab.models.compiled import MANY_ROWS, Compiled, Kernels, nothing_compiled, regions
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Portable, rotate
 from cglab.models.kv import PagedKV
@@ -21,7 +21,9 @@ from cglab.models.spans import LiveSpans, PrefillAttention, Span
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-COMPILED = 6  # two halves of a block and what follows the last, for one row and for many
+COMPILED = (
+    9  # the first half of a block for three kinds of step, the second for four, what follows the last for two
+)
 SHAPE = {
     "architecture": "Qwen3ForCausalLM", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3,
     "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_position": 256, "rope_theta": 1e4,
@@ -32,7 +34,7 @@ def ids(values):
     return torch.tensor(list(values), device=DEVICE)
 
 
-def matvec(x, weight, bias=None, *, gated=False):
+def thin_linear(x, weight, bias=None, *, gated=False):
     out = F.linear(x, weight, bias)
     gate, up = out.chunk(2, dim=-1)
     return F.silu(gate) * up if gated else out
@@ -76,7 +78,7 @@ class Both:
         for kv in self.kv:
             for pool in kv.pools:
                 pool.page_table[1:].copy_(1 + torch.arange(9, device=DEVICE).view(3, 3))
-        on_cpu = {"backend": "aot_eager", "kernels": Kernels(matvec, turn_and_store)}
+        on_cpu = {"backend": "aot_eager", "kernels": Kernels(thin_linear, turn_and_store)}
         self.compiled = Compiled(config, **({} if DEVICE.type == "cuda" else on_cpu))
         self.compiled.prepare(self.model, self.kv[1])
         self.model.body = self.compiled
@@ -128,7 +130,22 @@ def test_both_bodies_agree_at_every_size_and_b57_b58_nothing_is_compiled_again(c
         both.prefill([Span(1, 5, 1)])
         for size in (3, 2, 1):
             both.decode([1, 2, 3][:size], [7, 2, 8][:size])
+        both.prefill([Span(1, 0, 12), Span(2, 0, 8)])
     assert both.compiled.compilations == compiled
+
+
+def test_the_second_half_of_a_block_is_the_same_for_so_many_rows_that_it_works_in_halves(config):
+    torch.manual_seed(0)
+    leave = regions(config, Kernels(thin_linear, turn_and_store))[1]
+    weights = [(32, 64), (32,), (32,), (96, 32), (96,), (32, 48), (32,)]
+    given = [torch.randn(*shape) for shape in weights]
+    if not config.mlp_bias:
+        given[1] = given[4] = given[6] = None
+    attended, residual = torch.randn(MANY_ROWS + 1, 64), torch.randn(MANY_ROWS + 1, 32)
+    whole = leave(attended, residual, *given)
+    parts = [leave(*part, *given) for part in zip(attended.split(400), residual.split(400), strict=True)]
+    for ours, right in zip(whole, map(torch.cat, zip(*parts, strict=True)), strict=True):
+        assert torch.allclose(ours, right, atol=1e-3, rtol=1e-4)
 
 
 def test_b57_p30_another_dtype_is_told_and_not_compiled_in_silence():
