@@ -1,8 +1,7 @@
 """The compiled form of the decoder's body: what lies between two attentions, as regions of ``torch.compile``.
 
 Every block is the same two functions of tensors, so each is compiled once for all of them and for each kind of step:
-one row, and at most 16, where a matrix product is bound by reading the weights and gets a kernel of its own; more; and
-so many that the widest intermediate is computed in halves, as it is what the memory of a prefill's graphs goes into.
+one row, and at most 16, where a matrix product is bound by reading the weights and gets a kernel of its own; and more.
 All are compiled before the first step, on rows that are no other size of the model: nothing is compiled in a capture's
 warm-up or in a timed step, and nothing again later (B57, B58). Attention stays outside, so that it can be a break.
 
@@ -28,9 +27,12 @@ from cglab.models.decoder import Decoder
 from cglab.models.kv import CacheAttention, LayerCache, PagedKV
 from cglab.models.paged import prepare_attention
 
-FEW_ROWS, MANY_ROWS = 16, 1024
-"""Up to how many rows a product has a kernel of its own, and from how many its widest result comes in halves."""
-EXAMPLE_ROWS = (37, 1, 5, 1033)
+FEW_ROWS = 16
+"""Up to how many rows a product has a kernel of its own."""
+MOST_ROWS = 2048
+"""Rows of which the second half of a block is computed at a time: enough for full speed, and its intermediates, which
+are what the memory of a long prefill's graphs goes into, stay as small."""
+EXAMPLE_ROWS = (37, 1, 5)
 """Rows of the examples, one of each kind: numbers that no other size of a model has, lest they be taken for that size.
 """
 
@@ -66,7 +68,6 @@ def regions(config: ModelConfig, kernels: Kernels) -> tuple[Callable[..., Any], 
     eps, head_dim, kv_heads = config.rms_norm_eps, config.head_dim, config.num_kv_heads
     width, turned = config.hidden_size, config.num_heads + kv_heads
     thin_linear, turn_and_store = kernels
-    inner = config.intermediate_size
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return thin_linear(x, weight, bias) if x.shape[0] <= FEW_ROWS else F.linear(x, weight, bias)
@@ -91,17 +92,28 @@ def regions(config: ModelConfig, kernels: Kernels) -> tuple[Callable[..., Any], 
             return thin_linear(
                 thin_linear(normed, gate_up, gate_up_bias, gated=True), down, down_bias
             ), residual
-        if normed.shape[0] <= MANY_ROWS:
-            gate, up = F.linear(normed, gate_up, gate_up_bias).chunk(2, dim=-1)
-        else:
-            biases = (None, None) if gate_up_bias is None else gate_up_bias.split(inner)
-            gate, up = (F.linear(normed, *half) for half in zip(gate_up.split(inner), biases, strict=True))
+        gate, up = F.linear(normed, gate_up, gate_up_bias).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, down, down_bias), residual
 
     def finish(hidden: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
         return F.rms_norm(residual + hidden, (width,), norm, eps)
 
     return enter, leave, finish
+
+
+def in_parts(
+    leave: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], attended: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The second half of a block, on ``MOST_ROWS`` rows at a time."""
+    rows = residual.shape[0]
+    if rows <= MOST_ROWS:
+        return leave(attended, residual)
+    whole = torch.empty_like(residual), torch.empty_like(residual)
+    for first in range(0, rows, MOST_ROWS):
+        part = slice(first, first + MOST_ROWS)
+        for into, made in zip(whole, leave(attended[part], residual[part]), strict=True):
+            into[part].copy_(made)
+    return whole
 
 
 def of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,7 +209,7 @@ class Compiled:
             query, key, value, residual = enter(hidden, residual, turn, attend.cache(layer_index))
             attended = attend.attend(layer_index, query, key, value)
             del query, key, value, hidden  # a recording's pool is as large as what is alive at a time
-            hidden, residual = leave(attended, residual)
+            hidden, residual = in_parts(leave, attended, residual)
         out: Tensor = self._finish(hidden, residual, model.norm.weight)
         return out
 
