@@ -3,6 +3,8 @@
 Every verb is called alone, over and over, the device idle before each call; what it takes is the time until it
 returns. A step calls each once, so what they do not explain is the path between them. A step hides all of this as
 long as the device is behind the host; it is the start of every step after a host read, and the floor of small ones.
+
+A step like an earlier one looks its decision up; what the first of its kind takes to decide is told apart.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 
 from cglab.engine.workload import Step
 from cglab.graphs.coverage import Miss
+from cglab.graphs.fits import Fit, Fits, kinds_of
 from cglab.lab.facade import Lab
 from cglab.lab.opening import open_lab
 from cglab.lab.step_metrics import Progress, bare, host_us, model_facts, silent
@@ -110,12 +113,15 @@ def verb_samples(
             return {"total": [host_us(whole["total"], device, repeats) for _ in range(ROUNDS)]}
         captured.load(values, live, key.size)
         output = captured.replay(key)
+    plan, fits = captured.buffers.plan(values, live, key.size), Fits()
+    fits.keep(kinds_of(values), Fit(key, str(key), live, plan, 0))
     verbs: dict[str, Callable[[], Any]] = {
         "derive": lambda: runner.derived(step.live),
         "live_size": lambda: captured.live_size(values),
-        "pad": lambda: captured.pad(live),
         "can_run": lambda: captured.can_run(values, live),
-        "load": lambda: captured.load(values, live, key.size),
+        "plan": lambda: captured.buffers.plan(values, live, key.size),
+        "decide": lambda: fits.find(kinds_of(values), 0),
+        "load": lambda: plan.load(values),
         "check": captured.contract.check,
         "replay": lambda: captured.replay(key),
         "trim": lambda: captured.trim(output, live, key.size),
@@ -136,19 +142,21 @@ def verb_metrics(us: Mapping[str, float]) -> dict[str, Any]:
 
     Returns:
         ``host_us`` is what the step takes beyond the bare replay: ``derive_us`` (inputs that follow from what is live)
-        + ``decide_us`` (live size, bucket, whether a recording fits) + ``load_us`` + ``check_us`` (addresses) +
-        ``dispatch_us`` (what ``replay`` adds to the check and the launch) + ``trim_us`` + ``rest_us``.
+        + ``decide_us`` (the decision looked up) + ``load_us`` + ``check_us`` (addresses) + ``dispatch_us`` (what
+        ``replay`` adds to the check and the launch) + ``trim_us`` + ``rest_us``. Beside it ``first_decide_us``, of a
+        step unlike any before: ``live_size_us`` + ``can_run_us`` (bucket, whether a recording fits) + ``plan_us``.
     """
     if "bare" not in us:
         return {"total_us": us["total"]}
     split = {
-        "derive_us": us["derive"], "decide_us": us["live_size"] + us["can_run"], "load_us": us["load"],
+        "derive_us": us["derive"], "decide_us": us["decide"], "load_us": us["load"],
         "check_us": us["check"], "dispatch_us": us["replay"] - us["check"] - us["bare"], "trim_us": us["trim"],
     }  # fmt: skip
     host = us["total"] - us["bare"]
     return {
         **split, "rest_us": host - sum(split.values()), "host_us": host, "bare_us": us["bare"],
-        "total_us": us["total"], "pad_us": us["pad"], "live_size_us": us["live_size"], "can_run_us": us["can_run"],
+        "total_us": us["total"], "first_decide_us": us["live_size"] + us["can_run"] + us["plan"],
+        "live_size_us": us["live_size"], "can_run_us": us["can_run"], "plan_us": us["plan"],
     }  # fmt: skip
 
 

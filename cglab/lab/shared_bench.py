@@ -46,7 +46,7 @@ def shared(lab: Lab, run: str, driver: GraphDriver | str | None = None) -> Recor
     facts: dict[str, Any] = {
         "bench": "capture", "arm": "shared", "device": lab.device, "run": run, **model_facts(lab),
         "workload": {"phase": "decode", "buckets": len(lab.buckets), "cache": lab.max_context,
-                     "ops": getattr(lab, "ops", "portable")},
+                     "ops": lab.ops},
     }  # fmt: skip
     if isinstance(chosen, str):
         return make_record(metrics={}, notes=f"not run: {chosen}", **facts)

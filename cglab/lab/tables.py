@@ -21,7 +21,7 @@ _COLUMNS = {
                 "kernel_cache", "pool_gb", "executables_gb", "loaded_gb", "held_gb", "seconds_per_bucket",
                 "seconds_fixed", "seconds_off", "gb_per_bucket", "saved_gb", "switch_us", "plain_us"),
     "replay": ("bare_us", "host_us", "derive_us", "decide_us", "load_us", "check_us", "dispatch_us", "trim_us",
-               "rest_us", "launches_outside"),
+               "rest_us", "first_decide_us", "launches_outside"),
     "ttft": ("ttft_ms", "queueing_ms", "ratio_to_eager", "verdict", "instances", "gap_share", "predicted_gain_ms",
              "gained_ms", "outcome", "tokens_equal", "occupancy_percent"),
     "ttft_crossover": ("limit", "safe_limit", "next_size", "crossover", "default_limit"),

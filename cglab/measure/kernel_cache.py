@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 class KernelCacheWatch:
-    """Counts, within a ``with`` block, what compilers looked for in their caches on disk.
+    """Counts, within its ``with`` blocks, what compilers looked for in their caches on disk.
 
     Graphs are those of ``torch.compile``, counted by Inductor; kernels are Triton's own, compiled in this process.
     Where neither is loaded nothing is compiled, and nothing is counted.

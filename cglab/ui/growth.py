@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -14,6 +15,9 @@ from cglab.ui.style import INK, colour, empty, figure, size_axis
 
 DASHES = ("solid", "dot", "dash", "dashdot")
 """Lines of one arm that differ in what is not on the axis: the batch of a growing context, or the model."""
+SECONDS = tuple(f"bucket_{part}_ms" for part in ("warmup", "begin", "record", "end", "instantiate"))
+BYTES = tuple(f"bucket_{part}_bytes" for part in ("pool", "device", "output"))
+"""Columns of a recorded ledger that add up to what a bucket costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +93,27 @@ def _curves(records: Iterable[Record]) -> list[_Curve]:
 
 
 def recorded_capture(recorded: Recorded) -> go.Figure:
-    """What capturing costs against the number of buckets: seconds of warm-ups and captures, and memory."""
-    points = [each for each in recorded.records if "buckets" in each.workload]
-    points.sort(key=lambda record: record.workload["buckets"])
-    if not points:
+    """What capturing costs against the number of buckets: seconds of warm-ups and captures, and memory.
+
+    A line is one capture on first use of its kernels, bucket by bucket; each bucket adds its line of the ledger.
+    """
+    lines = [each for each in recorded.records if each.workload.get("kernels") == "first use"]
+    if not lines:
         return empty("Cost of captures on a GPU: not recorded yet", str(recorded))
     note = f"All buckets of a phase in one pool, largest first. {recorded.note.partition(';')[0]}"
     made = figure(f"Cost of captures on {recorded.device}", note, height=400)
     made.set_subplots(1, 2, horizontal_spacing=0.14)
-    models = list(dict.fromkeys(map(_model, points)))
-    for (model, arm), each in _by_line(points).items():
-        seconds = [_sum(record, "warmup_s", "capture_s") for record in each]
-        memory = [_sum(record, "capture_gb") for record in each]
-        for column, values, unit in ((1, seconds, "s"), (2, memory, "GB")):
+    models = list(dict.fromkeys(map(_model, lines)))
+    for record in lines:
+        name = f"{_model(record)}, {record.workload['phase']} {record.arm}"
+        dash = DASHES[models.index(_model(record)) % len(DASHES)]
+        costs = (_summed(record, SECONDS, 1e3), _summed(record, BYTES, 1e9))
+        for column, (values, unit) in enumerate(zip(costs, ("s", "GB"), strict=True), 1):
             made.add_scatter(
-                x=[record.workload["buckets"] for record in each], y=values, row=1, col=column,
-                name=f"{model}, {arm}", legendgroup=f"{model}, {arm}", showlegend=column == 1, mode="lines+markers",
-                line={"color": colour(arm), "width": 2, "dash": DASHES[models.index(model) % len(DASHES)]},
-                marker={"size": 8}, hovertemplate=f"%{{x}} buckets: %{{y:.4g}} {unit}",
+                x=list(range(1, len(values) + 1)), y=values, row=1, col=column, name=name, legendgroup=name,
+                showlegend=column == 1, mode="lines+markers", marker={"size": 5},
+                line={"color": colour(record.arm), "width": 2, "dash": dash},
+                hovertemplate=f"%{{x}} buckets: %{{y:.4g}} {unit}",
             )  # fmt: skip
     made.update_xaxes(title_text="buckets (count)", rangemode="tozero")
     made.update_yaxes(rangemode="tozero")
@@ -114,18 +121,11 @@ def recorded_capture(recorded: Recorded) -> go.Figure:
     return made.update_yaxes(title_text="memory added (GB)", col=2)
 
 
-def _by_line(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
-    lines: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        lines.setdefault((_model(record), record.arm), []).append(record)
-    return lines
-
-
-def _sum(record: Record, *names: str) -> float | None:
-    """The sum of metrics; None, which draws nothing, where one was not measured."""
-    values = [record.metrics.get(name) for name in names]
-    numbers = [float(value) for value in values if isinstance(value, int | float)]
-    return sum(numbers) if len(numbers) == len(names) else None
+def _summed(record: Record, names: Sequence[str], unit: float) -> list[float]:
+    """What the first so many buckets of a ledger cost, for every number of them."""
+    return [
+        total / unit for total in accumulate(map(sum, zip(*(record.samples[n] for n in names), strict=True)))
+    ]
 
 
 def _model(record: Record) -> str:

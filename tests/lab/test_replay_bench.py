@@ -14,7 +14,9 @@ from cglab.lab.replay_bench import verb_metrics, verb_samples
 from cglab.lab.tables import format_table
 
 CPU = torch.device("cpu")
-VERBS = ("derive", "live_size", "pad", "can_run", "load", "check", "replay", "trim", "bare", "total")
+VERBS = (
+    "derive", "live_size", "can_run", "plan", "decide", "load", "check", "replay", "trim", "bare", "total"
+)  # fmt: skip
 SPLIT = ("derive_us", "decide_us", "load_us", "check_us", "dispatch_us", "trim_us", "rest_us")
 
 
@@ -46,6 +48,7 @@ def test_the_parts_add_up_to_the_hosts_cost(records):
         metrics = each.metrics
         assert sum(metrics[name] for name in SPLIT) == pytest.approx(metrics["host_us"])
         assert metrics["total_us"] == pytest.approx(metrics["bare_us"] + metrics["host_us"])
+        assert metrics["decide_us"] < metrics["first_decide_us"], "a decision is looked up, not made again"
         assert "launches_outside" not in metrics, "no device records on a CPU"
     assert "no graph speed-ups" in format_table(records)
 

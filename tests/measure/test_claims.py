@@ -129,17 +129,18 @@ def test_records_of_the_portable_form_and_from_before_there_was_a_choice_are_his
         assert g1(portable, older, wanted=wanted).status == "unmeasured"
 
 
-def test_g8_reads_the_capture_bench_by_phase_and_number_of_buckets():
-    def capture(number, arm, buckets, seconds):
-        metrics = {"warmup_s": 0.5, "capture_s": seconds, "capture_gb": 0.05, "compile_s": 9.0}
-        workload = {"buckets": buckets, "ops": "compiled"}
+def test_g8_reads_first_captures_of_the_capture_bench_by_phase_and_number_of_buckets():
+    def capture(number, phase, buckets, seconds, kernels="first use"):
+        workload = {"phase": phase, "buckets": buckets, "kernels": kernels, "ops": "compiled"}
+        metrics = {"total_s": seconds, "compile_s": 9.0, "held_gb": 0.05}
+        arm = "full" if phase == "decode" else "breakable"
         return record(number, bench="capture", arm=arm, workload=workload, metrics=metrics)
 
     parts = g1(
-        capture(1, "decode", 12, 1.0), capture(2, "decode", 36, 7.0), capture(3, "prefill", 58, 5.0),
-        capture(4, "prefill", 12, 1.0), wanted="G8",
+        capture(1, "decode", 12, 1.5), capture(2, "decode", 36, 7.0), capture(3, "prefill", 58, 5.5),
+        capture(4, "prefill", 12, 1.0), capture(5, "decode", 12, 0.5, "used before"), wanted="G8",
     ).parts  # fmt: skip
-    assert [part.value for part in parts] == [1.5, 0.05, 5.5, 0.05, 9.0]
+    assert [part.value for part in parts] == [1.5, 0.05, 9.0, 5.5, 0.05, 9.0]
     assert {part.status for part in parts} == {"met"}
 
 

@@ -40,6 +40,9 @@ def test_hits_and_misses_of_the_block_alone_are_counted(compilers, graphs, kerne
     counters["inductor"].update(fxgraph_cache_miss=9)
     assert (watch.hits, watch.misses, watch.state) == (hits, misses, state)
     assert compilation.listener is None, "as it was"
+    with watch:
+        counters["inductor"].update(fxgraph_cache_hit=1)
+    assert (watch.hits, watch.misses) == (hits + 1, misses), "a second block adds to the first"
 
 
 def test_a_listener_that_was_there_goes_on_listening(compilers):

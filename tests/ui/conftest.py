@@ -1,5 +1,6 @@
 """Results made by hand: comparisons with known times, traces of a GPU and of a CPU, recorded runs."""
 
+from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -203,15 +204,23 @@ def growth_records():
 
 
 def capture_records():
-    """Both phases at two numbers of buckets, the larger first; one was made without a look at its memory."""
-    costs = {"decode": (36, 12), "prefill": (58, 12)}
+    """Both phases, two buckets each, first with kernels that were new; and the line through costs of several numbers."""
+    parts = {"warmup": "ms", "begin": "ms", "record": "ms", "end": "ms", "instantiate": "ms"}
+    parts |= {"pool": "bytes", "device": "bytes", "output": "bytes"}
+    ledger = {
+        f"bucket_{part}_{unit}": [2e3, 1e3] if unit == "ms" else [1e9, 0.0] for part, unit in parts.items()
+    }
     return [
-        measured("capture", arm, {"buckets": count}, {
-            "warmup_s": 0.5, "capture_s": count / 10, "capture_gb": None if count == 58 else count / 100,
-        })
-        for arm, counts in costs.items()
-        for count in counts
-    ]  # fmt: skip
+        *(
+            replace(
+                measured("capture", arm, {"phase": phase, "kernels": kernels}, {"total_s": 1.0}),
+                samples=ledger,
+            )
+            for phase, arm in (("decode", "full"), ("prefill", "breakable"))
+            for kernels in ("first use", "used before")
+        ),
+        measured("capture", "full", {"phase": "decode", "growth": [1, 2]}, {"seconds_per_bucket": 1.0}),
+    ]
 
 
 def planned():

@@ -318,14 +318,14 @@ def test_growth_has_a_line_for_each_arm_and_held_size_with_its_floor_and_the_fit
     assert len(frame) == len(recorded.records) and {"step_ms", "floor_ms", "kv_over_least"} <= set(frame)
 
 
-def test_capture_cost_grows_with_buckets_and_what_was_not_measured_is_no_point(make):
+def test_capture_cost_grows_bucket_by_bucket_of_captures_on_first_use(make):
     recorded = newest("capture", make.capture_records())
     seconds, memory = {}, {}
     for trace in recorded.plot().data:
         (seconds if trace.xaxis == "x" else memory)[trace.name] = dict(zip(trace.x, trace.y, strict=True))
-    assert seconds == {"qwen3-8b, decode": {12: 1.7, 36: 4.1}, "qwen3-8b, prefill": {12: 1.7, 58: 6.3}}
-    assert memory == {"qwen3-8b, decode": {12: 0.12, 36: 0.36}, "qwen3-8b, prefill": {12: 0.12, 58: None}}
-    assert recorded.as_frame()[["buckets", "warmup_s", "capture_s"]].notna().all(axis=None)
+    names = ("qwen3-8b, decode full", "qwen3-8b, prefill breakable")
+    assert seconds == dict.fromkeys(names, {1: 10.0, 2: 15.0})
+    assert memory == dict.fromkeys(names, {1: 3.0, 2: 3.0})
 
 
 @pytest.mark.parametrize(("count", "shape"), [(1, (1, 1)), (3, (1, 3)), (4, (2, 2)), (9, (3, 3))])
