@@ -140,9 +140,10 @@ def plan_buckets(
     """The set of buckets on which a trace takes the least time within a budget.
 
     Candidates are the keys of ``costs.step_ms`` if that is a mapping, else the live sizes, SGLang's list and the
-    maximum. Where no cost falls with the size, no other size can do better: a bucket may always come down to the
-    largest live size it serves. SGLang's list is one of the sets compared, so the plan is never slower than it
-    where the list keeps to the budget and, if that is asked, holds the maximum.
+    maximum; with a ceiling also the first size that is too large for each live one, as a step may be cheaper eager.
+    Where no cost falls with the size, no other size can do better: a bucket may come down until it holds the largest
+    live size that it serves, and no smaller step than before is admitted. SGLang's list is one of the sets compared,
+    so the plan is never slower than it where the list keeps to the budget and, if that is asked, holds the maximum.
 
     Args:
         trace: number of steps by live size, rows or tokens.
@@ -163,7 +164,8 @@ def plan_buckets(
         raise BucketError(f"maximum={top} and ceiling={ceiling} must be at least 1")
     budget = budget or BucketBudget()
     listed = rule(top)
-    known = costs.step_ms if isinstance(costs.step_ms, Mapping) else {*sizes, *listed, top}
+    barred = {math.floor(ceiling * size) + 1 for size in sizes} if ceiling is not None else set()
+    known = costs.step_ms if isinstance(costs.step_ms, Mapping) else {*sizes, *listed, *barred, top}
     candidates = sorted(size for size in known if 1 <= size <= top)
     if maximum_is_bucket and top not in candidates:
         raise InputError(f"step_ms has no cost of the maximum, {top}; add it, or set maximum_is_bucket=False")

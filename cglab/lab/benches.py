@@ -16,6 +16,7 @@ import torch
 from cglab.lab import suites
 from cglab.lab.capture_bench import capture
 from cglab.lab.checking import CASES, check_technique
+from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
@@ -166,6 +167,10 @@ BENCHES: Mapping[str, Bench] = {
     "decode": Bench(
         "decode step: eager, full, breakable and transformers in turns; launches, gaps, floor, capture cost",
         decode,
+    ),
+    "choices": Bench(
+        "captured decode step with each choice of the compiled form taken back, in turns; predicted and found gain",
+        choices,
     ),
     "growth": Bench(
         "decode step, eager and full in turns, by batch and context; its terms beside their least", growth

@@ -12,6 +12,7 @@ _SIZES = ("batch", "context", "tokens", "cached", "concurrency", "bucket", "load
 _COLUMNS = {
     "decode": ("step_ms", "ratio_to_eager", "ratio_to_transformers", "busy_ms", "launches", "kernels", "gap_us",
                "floor_ms", "predicted_gain_ms", "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
+    "choices": ("step_ms", "ratio_to_compiled", "verdict", "predicted_gain_ms", "gained_ms", "logits_off"),
     "growth": ("step_ms", "ratio_to_eager", "busy_ms", "floor_ms", "kv_bytes", "base_over_least", "row_over_least",
                "kv_over_least", "residual"),
     "prefill": ("step_ms", "ratio_to_eager", "verdict", "busy_ms", "wall_over_busy", "launches", "breaks", "break_us",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cglab.errors import RecompiledError
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Decoder
+from cglab.models.decoder import Decoder, rotate
 from cglab.models.kv import CacheAttention, LayerCache, PagedKV
 from cglab.models.paged import prepare_attention
 
@@ -44,6 +44,38 @@ class Kernels(NamedTuple):
 
     thin_linear: Callable[..., Tensor]
     turn_and_store: Callable[..., tuple[Tensor, Tensor]]
+
+
+def torch_kernels() -> Kernels:
+    """The same in PyTorch's operators: the library's products, and the compiler's own pass over a projection."""
+
+    def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
+        out = F.linear(x, weight, bias)
+        if not gated:
+            return out
+        gate, up = out.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def turn_and_store(
+        qkv: Tensor,
+        turn: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        kv = keys.shape[1]
+        turned = qkv.shape[1] - kv
+        heads = qkv[:, :turned]
+        if norm is not None:
+            heads = F.rms_norm(heads, (qkv.shape[2],), eps=eps) * norm
+        query, key = rotate(heads, turn).split((turned - kv, kv), dim=1)
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, qkv[:, turned:])
+        return query.contiguous(), key
+
+    return Kernels(thin_linear, turn_and_store)
 
 
 def written_kernels() -> Kernels:

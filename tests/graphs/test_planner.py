@@ -148,6 +148,21 @@ def test_at_sglangs_memory_alone_the_plan_equals_brute_force(trace, steps, memor
     assert plan.chosen.memory_bytes <= listed.memory_bytes == plan.sglang.memory_bytes
 
 
+def test_a_bucket_may_be_larger_than_all_it_serves_so_that_the_ceiling_leaves_cheap_steps_eager():
+    """Of 8 to 12 rows, 11 is the first that does not take in the steps of 5, which are cheaper eager."""
+    prices = costs(
+        lambda size: 3 if size == 12 else 1 + (size > 7), lambda size: 3 if size == 12 else 1 + (size > 7)
+    )
+    trace = dict.fromkeys((1, 2, 3, 4, 5, 8, 12), 1)
+    plan = plan_buckets(trace, prices, BucketBudget(buckets=2), ceiling=2.0, rule=sglang_prefill)
+    assert plan.chosen.buckets == (11, 12)
+    assert (
+        plan.chosen.time_ms
+        == brute_force(trace, prices, BucketBudget(buckets=2), range(1, 13), 12, 2.0)
+        == 10
+    )
+
+
 def test_never_worse_than_sglang_where_memory_falls_with_the_size():
     """Its bucket of 8 is cheap, one at the live size 7 is not: the list's own sizes are candidates."""
     prices = costs(memory=lambda size: 1 if size in sglang_decode(9) else 50, eager=100.0)

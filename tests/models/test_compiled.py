@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
@@ -12,9 +11,9 @@ pytest.importorskip("triton", reason="no Triton here: it comes with torch for CU
 
 from cglab.errors import RecompiledError, ToggleError
 from cglab.models import compiled
-from cglab.models.compiled import Compiled, Kernels, nothing_compiled
+from cglab.models.compiled import Compiled, nothing_compiled, torch_kernels
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Portable, rotate
+from cglab.models.decoder import Portable
 from cglab.models.kv import PagedKV
 from cglab.models.loading import random_model
 from cglab.models.ops import DECODE_ATTENTION, check_ops
@@ -32,23 +31,6 @@ SHAPE = {
 
 def ids(values):
     return torch.tensor(list(values), device=DEVICE)
-
-
-def thin_linear(x, weight, bias=None, *, gated=False):
-    out = F.linear(x, weight, bias)
-    gate, up = out.chunk(2, dim=-1)
-    return F.silu(gate) * up if gated else out
-
-
-def turn_and_store(qkv, turn, norm, eps, keys, values, slots):
-    turned, kv = qkv.shape[1] - keys.shape[1], keys.shape[1]
-    heads = qkv[:, :turned]
-    if norm is not None:
-        heads = F.rms_norm(heads, (heads.shape[2],), eps=eps) * norm
-    query, key = rotate(heads, turn).split((turned - kv, kv), dim=1)
-    keys.index_copy_(0, slots, key)
-    values.index_copy_(0, slots, qkv[:, turned:])
-    return query.contiguous(), key
 
 
 @pytest.fixture(params=["plain", "bias", "no head norm", "windows"])
@@ -78,7 +60,7 @@ class Both:
         for kv in self.kv:
             for pool in kv.pools:
                 pool.page_table[1:].copy_(1 + torch.arange(9, device=DEVICE).view(3, 3))
-        on_cpu = {"backend": "aot_eager", "kernels": Kernels(thin_linear, turn_and_store)}
+        on_cpu = {"backend": "aot_eager", "kernels": torch_kernels()}
         self.compiled = Compiled(config, **({} if DEVICE.type == "cuda" else on_cpu))
         self.compiled.prepare(self.model, self.kv[1])
         self.model.body = self.compiled
