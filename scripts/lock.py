@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"  # the CPU path; the library itself runs on the range in pyproject.toml
-CUDA_ONLY = ("cuda-", "nvidia-", "triton", "sglang")
+CUDA_ONLY = ("cuda-", "nvidia-", "sglang")
 
 
 def resolve() -> dict[str, str]:
@@ -33,6 +33,7 @@ def main() -> int:
     """Exit status 1, and the old file kept, when the resolution would pull CUDA libraries."""
     versions = resolve()
     del versions["cglab"]
+    versions.pop("triton", None)  # torch for CUDA asks for one version of it, which no pin may contradict
     if heavy := sorted(name for name in versions if name.startswith(CUDA_ONLY)):
         print(
             f"torch {TORCH} as pip finds it here brings {', '.join(heavy)}: "
