@@ -187,7 +187,9 @@ class Captured:
         leaves: Sequence[Any] = output.leaves
         if live != size:
             leaves = trimmed(self.name, output, self.recordings.rows, live, size)
-        tree = tree_unflatten(list(leaves), output.structure)
+        # Handles of the caller's own: what is kept must not change with a squeeze_ or requires_grad_ of a result.
+        handles = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        tree = tree_unflatten(handles, output.structure)
         if self.options.clone:
             return tree_map_only(Tensor, Tensor.clone, tree)
         if self.options.debug:

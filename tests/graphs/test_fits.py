@@ -139,6 +139,25 @@ def test_g3_p22_inputs_of_another_kind_are_looked_at_however_often_the_step_ran(
     assert captured.coverage().captured == 2
 
 
+@pytest.mark.parametrize("live", [3, 4])
+def test_g3_what_a_caller_does_to_a_result_s_form_is_not_kept_for_the_next(captured, device, live):
+    x = torch.ones(live, 2, device=device)
+    for _ in range(2):
+        out = captured(x=x)
+        assert out.shape == (live, 2) and not out.requires_grad
+        out.unsqueeze_(0).requires_grad_()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_g3_a_result_that_was_first_made_in_another_mode_takes_part_in_a_gradient(device, mode):
+    with cglab.capture(lambda x: x + 1, slots=X, buckets=(2, 4)) as step:
+        x, weight = torch.ones(3, 2, device=device), torch.ones(2, device=device, requires_grad=True)
+        with mode():
+            step(x=x), step(x=x)
+        step(x=x).mul_(weight).sum().backward()
+        assert weight.grad.tolist() == [6.0, 6.0]
+
+
 def test_g3_few_kinds_are_kept_and_none_after_close(device, monkeypatch):
     monkeypatch.setattr(fits, "MOST_FITS", 3)
     with cglab.capture(lambda x: x + 1, slots=X, buckets=(8,), clone=True) as step:
