@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils import prune
 
 import cglab
 from cglab.errors import AddressError, SlotError
@@ -210,7 +211,7 @@ def at_once(entries, addresses, indices):
 
 
 @pytest.mark.parametrize("compare", [None, at_once])
-@pytest.mark.parametrize("how", ["stay", "assign", "none", "table", "delete", "add", "same memory"])
+@pytest.mark.parametrize("how", ["stay", "assign", "none", "table", "delete", "add", "same memory", "plain"])
 def test_g3_b36_the_quick_check_finds_what_a_look_at_every_name_finds(monkeypatch, how, compare):
     monkeypatch.setattr(address, "_compare_at_once", compare)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.LayerNorm(3)).requires_grad_(
@@ -224,6 +225,8 @@ def test_g3_b36_the_quick_check_finds_what_a_look_at_every_name_finds(monkeypatc
         first.weight = None
     elif how == "table":
         first._parameters["weight"] = torch.nn.Parameter(first.weight.clone())
+    elif how == "plain":
+        first._parameters["weight"] = 1.0
     elif how == "delete":
         del first.weight
     elif how == "add":
@@ -236,3 +239,13 @@ def test_g3_b36_the_quick_check_finds_what_a_look_at_every_name_finds(monkeypatc
     else:
         with pytest.raises(AddressError, match=r"m\.0\.weight"):
             contract.check()
+
+
+@pytest.mark.parametrize("compare", [None, at_once])
+def test_g3_b36_a_tensor_that_stays_under_another_name_is_found(monkeypatch, compare):
+    monkeypatch.setattr(address, "_compare_at_once", compare)
+    table = torch.nn.Embedding(4, 3).requires_grad_(False)
+    contract = AddressContract({"table": table})
+    prune.identity(table, "weight")  # the tensor is ``weight_orig`` now, and what is read is masked
+    with pytest.raises(AddressError, match=r"table\.weight"):
+        contract.check()
