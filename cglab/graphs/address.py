@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from gc import get_referents
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ class AddressContract:
         self._expected: list[int] = []
         self._held: list[Tensor] = []
         self._getters: list[tuple[str, Getter, int]] = []
-        # Tables of tensors; for what they hold, one after the other: the address, and where there is one.
+        # Tables of tensors; for what they hold, one after the other: the name, the address, and where there is one.
         self._tables: list[dict[str, Any]] = []
+        self._keys: list[str] = []
         self._addresses: list[int | None] = []
         self._indices: list[int] = []
         self._parents: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
@@ -83,6 +85,7 @@ class AddressContract:
             self._held.append(tensor.detach())  # keeps the memory, whatever happens to the owner (P31, B22)
             self._expected.append(tensor.data_ptr())
         self._tables.append(table)
+        self._keys += table
         for entry in get_referents(table):
             is_tensor = isinstance(entry, Tensor)
             self._indices += [len(self._addresses)] * is_tensor
@@ -120,6 +123,8 @@ class AddressContract:
             return (
                 len(entries) == len(self._addresses)
                 and self._same_addresses(entries)
+                # A tensor that stays and is renamed is another one to the module: pruning does that.
+                and list(chain.from_iterable(self._tables)) == self._keys
                 and get_referents(*self._families) == self._children
             )
         except (TypeError, RuntimeError):  # an entry is no tensor any more
@@ -142,15 +147,15 @@ class AddressContract:
     def clear(self) -> None:
         """Lets go of everything."""
         for held in (
-            self._names, self._places, self._expected, self._held, self._getters, self._tables, self._addresses,
-            self._indices, self._parents, self._families, self._children, self._owners, self._modules,
+            self._names, self._places, self._expected, self._held, self._getters, self._tables, self._keys,
+            self._addresses, self._indices, self._parents, self._families, self._children, self._owners, self._modules,
             self._training,
         ):  # fmt: skip
             held.clear()
 
 
 def _address(tensor: Any) -> int:
-    return 0 if tensor is None else int(tensor.data_ptr())
+    return int(tensor.data_ptr()) if isinstance(tensor, Tensor) else 0
 
 
 _compare_at_once = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)

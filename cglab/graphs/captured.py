@@ -27,7 +27,7 @@ from cglab.graphs.fits import Fit, Fits, kinds_of
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.ledger import CaptureCost
 from cglab.graphs.options import Options, note_eager_size
-from cglab.graphs.outputs import LiveView, Stored, trimmed
+from cglab.graphs.outputs import LiveView, Stored, handles_of, trimmed
 from cglab.graphs.recorder import Pool, Recorder
 from cglab.graphs.recorders import recorder_for
 from cglab.graphs.recordings import Prepare, Recordings
@@ -187,7 +187,7 @@ class Captured:
         leaves: Sequence[Any] = output.leaves
         if live != size:
             leaves = trimmed(self.name, output, self.recordings.rows, live, size)
-        tree = tree_unflatten(list(leaves), output.structure)
+        tree = tree_unflatten(handles_of(leaves), output.structure)
         if self.options.clone:
             return tree_map_only(Tensor, Tensor.clone, tree)
         if self.options.debug:

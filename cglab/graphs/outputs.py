@@ -194,6 +194,11 @@ def trimmed(
     return output.trims[live]
 
 
+def handles_of(leaves: Sequence[Any]) -> list[Any]:
+    """Handles of a caller's own: what is kept must not change with a ``squeeze_`` or ``requires_grad_`` of a result."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
 class LiveView(Tensor):
     """Debug form of an output: reading it after the next replay raises instead of returning other data (B20)."""
 

@@ -80,7 +80,7 @@ def open_lab(
     for what, size in given.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise InputError(f"{what} must be a whole number of at least 1, got {size!r}")
-    form = check_ops(ops or settings.read_settings().ops, where)
+    form = check_ops(settings.read_settings().ops if ops is None else ops, where)
     defaults = CPU_SIZES if where.type == "cpu" else GPU_SIZES
     sizes = {what: given[what] or default for what, default in defaults.items()}
     name = name or settings.read_settings().model

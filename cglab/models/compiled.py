@@ -235,6 +235,8 @@ class Compiled:
 
     def __call__(self, model: Decoder, hidden: Tensor, turn: Tensor, attend: CacheAttention) -> Tensor:
         """See ``decoder.Body``; ``attend`` tells where its keys and values go."""
+        if not hidden.shape[0]:  # nothing to compute, and a kind of step that is not compiled
+            return hidden
         residual = torch.zeros_like(hidden)
         for layer_index, block in enumerate(model.blocks):
             enter, leave = self._halves(block)

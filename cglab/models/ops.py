@@ -50,7 +50,7 @@ def check_ops(name: str | None, device: torch.device) -> str:
     good = [form for form, why in forms.items() if why is None]
     if name is None:
         return good[-1]
-    if name not in forms:
+    if name not in OPS:
         raise ToggleError(f"ops {name!r} is unknown; good values here: {', '.join(good)}")
     if forms[name] is not None:
         raise ToggleError(f"ops {name!r} cannot be used on {device}: {forms[name]}; good: {', '.join(good)}")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils import prune
 
 import cglab
 from cglab.errors import AddressError, SlotError
@@ -139,6 +140,25 @@ def test_g3_p22_inputs_of_another_kind_are_looked_at_however_often_the_step_ran(
     assert captured.coverage().captured == 2
 
 
+@pytest.mark.parametrize("live", [3, 4])
+def test_g3_what_a_caller_does_to_a_result_s_form_is_not_kept_for_the_next(captured, device, live):
+    x = torch.ones(live, 2, device=device)
+    for _ in range(2):
+        out = captured(x=x)
+        assert out.shape == (live, 2) and not out.requires_grad
+        out.unsqueeze_(0).requires_grad_()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_g3_a_result_that_was_first_made_in_another_mode_takes_part_in_a_gradient(device, mode):
+    with cglab.capture(lambda x: x + 1, slots=X, buckets=(2, 4)) as step:
+        x, weight = torch.ones(3, 2, device=device), torch.ones(2, device=device, requires_grad=True)
+        with mode():
+            step(x=x), step(x=x)
+        step(x=x).mul_(weight).sum().backward()
+        assert weight.grad.tolist() == [6.0, 6.0]
+
+
 def test_g3_few_kinds_are_kept_and_none_after_close(device, monkeypatch):
     monkeypatch.setattr(fits, "MOST_FITS", 3)
     with cglab.capture(lambda x: x + 1, slots=X, buckets=(8,), clone=True) as step:
@@ -191,7 +211,7 @@ def at_once(entries, addresses, indices):
 
 
 @pytest.mark.parametrize("compare", [None, at_once])
-@pytest.mark.parametrize("how", ["stay", "assign", "none", "table", "delete", "add", "same memory"])
+@pytest.mark.parametrize("how", ["stay", "assign", "none", "table", "delete", "add", "same memory", "plain"])
 def test_g3_b36_the_quick_check_finds_what_a_look_at_every_name_finds(monkeypatch, how, compare):
     monkeypatch.setattr(address, "_compare_at_once", compare)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.LayerNorm(3)).requires_grad_(
@@ -205,6 +225,8 @@ def test_g3_b36_the_quick_check_finds_what_a_look_at_every_name_finds(monkeypatc
         first.weight = None
     elif how == "table":
         first._parameters["weight"] = torch.nn.Parameter(first.weight.clone())
+    elif how == "plain":
+        first._parameters["weight"] = 1.0
     elif how == "delete":
         del first.weight
     elif how == "add":
@@ -217,3 +239,13 @@ def test_g3_b36_the_quick_check_finds_what_a_look_at_every_name_finds(monkeypatc
     else:
         with pytest.raises(AddressError, match=r"m\.0\.weight"):
             contract.check()
+
+
+@pytest.mark.parametrize("compare", [None, at_once])
+def test_g3_b36_a_tensor_that_stays_under_another_name_is_found(monkeypatch, compare):
+    monkeypatch.setattr(address, "_compare_at_once", compare)
+    table = torch.nn.Embedding(4, 3).requires_grad_(False)
+    contract = AddressContract({"table": table})
+    prune.identity(table, "weight")  # the tensor is ``weight_orig`` now, and what is read is masked
+    with pytest.raises(AddressError, match=r"table\.weight"):
+        contract.check()

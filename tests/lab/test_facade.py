@@ -177,11 +177,21 @@ def test_n03_close_gives_back_and_says_so_and_a_closed_lab_refuses(prompts):
         ({"max_batch": 0}, errors.InputError, "max_batch"),
         ({"buckets": [1, 16]}, errors.BucketError, "above the maximum of 8"),
         ({"device": "cuda:7"}, errors.DeviceError, "good values are"),
+        *[({"ops": ops}, errors.ToggleError, "good values here: portable") for ops in ("", "auto", 0, ["x"])],
+        ({"ops": "compiled"}, errors.ToggleError, "needs a CUDA device"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(options, error, told):
     with pytest.raises(error, match=told):
         cglab.open("pico-gqa", **{"device": "cpu", **options})
+
+
+def test_cglab_ops_is_what_a_lab_takes_that_is_told_nothing(monkeypatch):
+    monkeypatch.setenv("CGLAB_OPS", "compiled")
+    with pytest.raises(errors.ToggleError, match="needs a CUDA device"):
+        cglab.open("pico-gqa", device="cpu")
+    with cglab.open("pico-gqa", device="cpu", ops="portable", max_batch=1, max_context=64) as opened:
+        assert opened.ops == "portable"
 
 
 def test_a_model_that_is_not_there_is_told():

@@ -30,7 +30,7 @@ SHAPE = {
 
 
 def ids(values):
-    return torch.tensor(list(values), device=DEVICE)
+    return torch.tensor(list(values), device=DEVICE, dtype=torch.int64)
 
 
 @pytest.fixture(params=["plain", "bias", "no head norm", "windows"])
@@ -79,7 +79,7 @@ class Both:
             assert torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4)
 
     def prefill(self, spans):
-        slots = torch.cat([
+        slots = torch.cat([ids([])] + [
             self.kv[0].full.slots(ids([s.row]), ids(range(s.start, s.end)).unsqueeze(0))[0] for s in spans
         ])  # fmt: skip
         windows = {"window_out_slots": slots} if self.kv[0].sliding is not None else {}
@@ -113,6 +113,13 @@ def test_both_bodies_agree_at_every_size_and_b57_b58_nothing_is_compiled_again(c
             both.decode([1, 2, 3][:size], [7, 2, 8][:size])
         both.prefill([Span(1, 0, 12), Span(2, 0, 8)])
     assert both.compiled.compilations == COMPILED
+
+
+def test_b57_a_step_of_no_rows_is_the_portable_one_and_compiles_nothing():
+    both = Both(ModelConfig(**{**SHAPE, "qk_norm": True}))
+    with nothing_compiled(both.model):
+        both.decode([], [])
+        both.prefill([])
 
 
 def test_b57_a_step_in_parts_is_the_same_step_and_compiles_nothing(monkeypatch):

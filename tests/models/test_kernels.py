@@ -18,6 +18,15 @@ from cglab.models.kernels.turn import turn_and_store
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture(autouse=True)
+def least_of_a_matrix_unit(monkeypatch):
+    """The interpreter multiplies blocks of any size, a device those with sums of at least 16."""
+    if DEVICE == "cpu":
+        from triton.runtime.interpreter import interpreter_builder
+
+        monkeypatch.setitem(interpreter_builder.codegen_fns, "min_dot_size", lambda *_: (1, 1, 16))
+
+
 def random(*shape):
     return torch.randn(*shape, device=DEVICE)
 
@@ -96,6 +105,20 @@ def test_paged_attention_reads_what_each_token_sees_and_nothing_else(parts, widt
     keys[~seen], values[~seen] = float("nan"), float("nan")  # P53: what is not seen is not even read
     out = torch.full_like(query, float("nan"))
     paged_attention(query, keys, values, table, rows, lens, out, parts=parts, **sizes)
+    assert torch.allclose(out.double(), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 8), (7, 1, 20), (16, 1, 6), (34, 2, 80)])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_paged_attention_takes_heads_of_any_width_in_groups_of_any_size(heads, kv_heads, dim, parts):
+    torch.manual_seed(0)
+    keys, values = random(40 * 4, kv_heads, dim), random(40 * 4, kv_heads, dim)
+    table, rows = torch.arange(40, device=DEVICE).view(2, 20), torch.tensor([1], device=DEVICE)
+    query, lens = random(2, heads, dim), torch.tensor([71], device=DEVICE)
+    sizes = {"page_size": 4, "width": 2, "window": None}
+    out = torch.full_like(query, float("nan"))
+    paged_attention(query, keys, values, table, rows, lens, out, parts=parts, **sizes)
+    right = spelt_out(query, keys, values, table, rows, lens, **sizes)
     assert torch.allclose(out.double(), right, rtol=1e-4, atol=1e-5)
 
 

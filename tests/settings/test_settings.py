@@ -19,6 +19,11 @@ def test_every_variable_is_read(tmp_path):
     assert read_settings(given) == Settings(device="cpu", model="qwen3-8b", data=tmp_path)
 
 
+@pytest.mark.parametrize(("given", "ops"), [("", None), ("auto", None), ("portable", "portable")])
+def test_ops_are_the_devices_own_unless_a_form_is_named(given, ops):
+    assert read_settings({"CGLAB_OPS": given}).ops == ops
+
+
 def test_the_process_environment_is_read(monkeypatch):
     monkeypatch.setenv("CGLAB_MODEL", "llama-3.1-8b")
     assert read_settings().model == "llama-3.1-8b"
@@ -29,6 +34,7 @@ def test_the_process_environment_is_read(monkeypatch):
     [
         ({"CGLAB_DEVICE": "gpu"}, ["CGLAB_DEVICE", "'gpu'", "auto, cpu, cuda"]),
         ({"CGLAB_DEVICE": "CUDA"}, ["'CUDA'", "auto, cpu, cuda"]),
+        ({"CGLAB_OPS": "fast"}, ["CGLAB_OPS", "'fast'", "auto, portable, compiled"]),
         ({"CGLAB_DATA": "no/such/folder"}, ["CGLAB_DATA", "'no/such/folder'", "existing folder"]),
         ({"CGLAB_DEVCIE": "cpu"}, ["CGLAB_DEVCIE", "CGLAB_DATA, CGLAB_DEVICE, CGLAB_MODEL"]),
     ],

@@ -133,7 +133,8 @@ def paged_attention(
     """
     tokens, heads, dim = query.shape
     kv, requests = keys.shape[1], tokens // width
-    group, padded_dim = heads // kv, triton.next_power_of_2(dim)
+    # At least 16 each: a matrix unit adds up no fewer products.
+    group, padded_dim = heads // kv, max(16, triton.next_power_of_2(dim))
     lines = requests * kv * parts * group * width if parts > 1 else 0
     parts_out = torch.empty((lines, dim), device=query.device, dtype=torch.float32)
     parts_log = torch.empty((lines,), device=query.device, dtype=torch.float32)
