@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from cglab.errors import RecompiledError
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder, rotate
-from cglab.models.kv import CacheAttention, LayerCache, PagedKV
+from cglab.models.kv import CacheAttention, LayerCache, LayerPool, PagedKV
 from cglab.models.paged import prepare_attention
 
 FEW_ROWS = 16
@@ -190,28 +191,32 @@ class Compiled:
     @torch.no_grad()
     def prepare(self, model: Decoder, kv: PagedKV) -> None:
         """Compiles for a model and its cache, whose reserved slot is written; nothing where that was done before."""
-        started, block, device = time.perf_counter(), model.blocks[0], kv.device
+        started = time.perf_counter()
+        # What changes is said below. Left to itself the compiler takes every size for one that changes in which two
+        # models of a process differ, heads and widths too, as the regions of both have the same lines.
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            for pool, rows in product((pool for pool in kv.pools if pool.layers), EXAMPLE_ROWS):
+                self._example(model, pool, rows)
         for pool in (pool for pool in kv.pools if pool.layers):
-            for rows in EXAMPLE_ROWS:
-                slots = torch.zeros(rows, device=device, dtype=torch.int64)
-                cache = pool.cache(pool.layers[0], slots)
-                place: dict[str, Any] = {"device": device, "dtype": model.rotary.dtype}
-                # Each a tensor of its own, and none a view: it would be compiled for as such.
-                hidden, residual = (torch.zeros((rows, self.config.hidden_size), **place) for _ in range(2))
-                attended = torch.zeros((rows, self.config.num_heads * self.config.head_dim), **place)
-                turn = model.rotary.index_select(0, slots)
-                for tensor in (
-                    cache.keys,
-                    cache.values,
-                    *[hidden, residual, attended, turn, slots] * (rows > 1),
-                ):
-                    torch._dynamo.mark_dynamic(tensor, 0)
-                enter, leave = self._halves(block)
-                enter(hidden, residual, turn, cache)
-                leave(attended, residual)
-                self._finish(hidden, residual, model.norm.weight)
             prepare_attention(pool, self.config.num_heads, model.rotary.dtype)
         self.compile_seconds += time.perf_counter() - started
+
+    def _example(self, model: Decoder, pool: LayerPool, rows: int) -> None:
+        """One call of every region on so many rows, each tensor with the size that changes marked."""
+        place: dict[str, Any] = {"device": pool.keys.device, "dtype": model.rotary.dtype}
+        slots = torch.zeros(rows, device=pool.keys.device, dtype=torch.int64)
+        cache = pool.cache(pool.layers[0], slots)
+        # Each a tensor of its own, and none a view: it would be compiled for as such.
+        hidden, residual = (torch.zeros((rows, self.config.hidden_size), **place) for _ in range(2))
+        attended = torch.zeros((rows, self.config.num_heads * self.config.head_dim), **place)
+        turn = model.rotary.index_select(0, slots)
+        by_row = [hidden, residual, attended, turn, slots]
+        for tensor in (cache.keys, cache.values, *(by_row if rows > 1 else [])):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        enter, leave = self._halves(model.blocks[0])
+        enter(hidden, residual, turn, cache)
+        leave(attended, residual)
+        self._finish(hidden, residual, model.norm.weight)
 
     def _halves(self, block: Any) -> tuple[Callable[..., Between], Callable[..., tuple[Tensor, Tensor]]]:
         attention, forward = block.attention, block.feed_forward

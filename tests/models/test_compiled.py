@@ -140,6 +140,31 @@ def test_b57_p30_another_dtype_is_told_and_not_compiled_in_silence():
             both.compiled._halves(both.model.blocks[0])[1](attended, residual)
 
 
+def test_b57_models_of_other_shapes_in_one_process_are_compiled_for_their_own(monkeypatch):
+    """Only rows and slots may be open in what is compiled: a kernel's heads and widths are fixed at compile time."""
+    opened, compiled_by = [], Compiled._counted
+
+    def watched(self, module, inputs):
+        examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
+        tensors = [each for each in examples if isinstance(each, torch.Tensor)]
+        opened.extend(size for each in tensors for size in each.shape[1:] if not isinstance(size, int))
+        symbols = {str(each.shape[0]) for each in tensors}
+        opened.extend(
+            each for each in examples if not isinstance(each, torch.Tensor) and str(each) not in symbols
+        )
+        return compiled_by(self, module, inputs)
+
+    monkeypatch.setattr(Compiled, "_counted", watched)
+    other = {"hidden_size": 64, "num_kv_heads": 4, "num_heads": 8, "head_dim": 8, "intermediate_size": 80}
+    for shape in ({}, other, {"num_heads": 2}, {}):
+        both = Both(ModelConfig(**{**SHAPE, "qk_norm": True, **shape}))
+        assert not opened
+        with nothing_compiled(both.model):
+            both.prefill([Span(1, 0, 5), Span(2, 0, 2)])
+            both.decode([1, 2], [5, 2])
+            both.decode([3], [1])
+
+
 def test_models_of_a_shape_do_not_share_the_compiler_s_limit():
     """Each body has code of its own, so any number of them can be made (the compiler keeps eight versions of one)."""
     config = ModelConfig(**{**SHAPE, "qk_norm": True, "num_layers": 1})
