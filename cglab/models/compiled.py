@@ -12,6 +12,7 @@ on a CPU, where the tape records uncompiled operations.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -194,7 +195,9 @@ class Compiled:
         started = time.perf_counter()
         # What changes is said below. Left to itself the compiler takes every size for one that changes in which two
         # models of a process differ, heads and widths too, as the regions of both have the same lines.
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False), warnings.catch_warnings():
+            # Float32 is exact here on purpose: it is what the oracles are judged in.
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             for pool, rows in product((pool for pool in kv.pools if pool.layers), EXAMPLE_ROWS):
                 self._example(model, pool, rows)
         for pool in (pool for pool in kv.pools if pool.layers):

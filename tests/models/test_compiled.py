@@ -1,6 +1,7 @@
 """The compiled body: the same results as the portable one, compiled once for all blocks and sizes (B57, B58)."""
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -163,6 +164,23 @@ def test_b57_models_of_other_shapes_in_one_process_are_compiled_for_their_own(mo
             both.prefill([Span(1, 0, 5), Span(2, 0, 2)])
             both.decode([1, 2], [5, 2])
             both.decode([3], [1])
+
+
+def test_the_compiler_s_advice_to_compute_less_exactly_is_not_passed_on(monkeypatch):
+    advice = "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled."
+    compiled_by = Compiled._counted
+
+    def advised(self, module, inputs):
+        warnings.warn(advice, stacklevel=1)
+        return compiled_by(self, module, inputs)
+
+    monkeypatch.setattr(Compiled, "_counted", advised)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module="torch")
+        Both(ModelConfig(**{**SHAPE, "qk_norm": True}))
+        with pytest.raises(UserWarning, match="TensorFloat32"):
+            warnings.warn(advice, stacklevel=1)
 
 
 def test_models_of_a_shape_do_not_share_the_compiler_s_limit():
