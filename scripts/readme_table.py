@@ -186,9 +186,11 @@ def _checked(bench: str, records: Sequence[Record]) -> list[str]:
     """A line for each thing that was checked: what, how much was done, and whether it held."""
     groups: dict[str, list[Record]] = {}
     for record in records:
+        form = record.workload.get("ops", "portable")
         shown = {
-            "parity": f"{record.arm}, {record.dtype}",
-            "requests": f"{record.dtype}, prefix reuse {'on' if record.workload.get('prefix_reuse') else 'off'}",
+            "parity": f"{record.arm}, {record.dtype}, {form}",
+            "requests": f"{record.dtype}, prefix reuse "
+            f"{'on' if record.workload.get('prefix_reuse') else 'off'}, {form}",
             "recovery": f"{record.arm} capture",
         }.get(bench, str(record.model))
         groups.setdefault(shown, []).append(record)

@@ -75,6 +75,10 @@ class Recorded:
         return f"{len(self.records)} {self.bench} results recorded on {self.where}"
 
 
+VERDICTS = ("parity", "requests")
+"""Benches whose records say whether something held."""
+
+
 def newest(bench: str, records: Iterable[Record]) -> Recorded:
     """The newest run of each model, dtype and workload on a CUDA device."""
     groups: dict[tuple[str | None, str | None, str], list[Record]] = {}
@@ -86,8 +90,13 @@ def newest(bench: str, records: Iterable[Record]) -> Recorded:
 
 
 def _key(record: Record) -> str:
-    """What was asked for, whatever the form of the model's operations (older records know only one)."""
+    """What was asked for, whatever the form of the model's operations (older records know only one).
+
+    But a verdict stands for itself: no other arm's or form's replaces it.
+    """
     asked = {name: value for name, value in record.workload.items() if name != "ops"}
+    if record.bench in VERDICTS:
+        asked |= {"arm": record.arm, "ops": record.workload.get("ops", "portable")}
     return json.dumps(asked, sort_keys=True)
 
 
