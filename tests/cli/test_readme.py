@@ -157,7 +157,7 @@ def test_what_was_checked_is_told_with_what_failed(tmp_path):
         append(tmp_path / "parity.jsonl", [replace(made, device=Device("H200", "cuda"))])
     *_, line = readme_table.Checks().text(tmp_path).splitlines()
     assert line == (
-        "| random batches against three oracles | decode, float32 | 1,000 sequences, 3,000 steps, 1,800 replayed | "
+        "| random batches against three oracles | decode, float32, portable | 1,000 sequences, 3,000 steps, 1,800 replayed | "
         "**no**: 1 of 2 runs |"
     )
 
