@@ -6,6 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when a kernel is defined, so before anything imports one: without a device kernels are interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The GPU machine may have only what the notebooks need.
 if importlib.util.find_spec("hypothesis"):
@@ -21,8 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    import torch
-
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -32,7 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seeded() -> None:
     """Start every test from the same seeds, so that an order of tests changes nothing."""
     import numpy as np
-    import torch
 
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - code under test may use the global generator

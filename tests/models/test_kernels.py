@@ -1,13 +1,10 @@
 """The hand-written kernels against formulas spelt out: Triton's interpreter on a CPU, the device where there is one."""
 
-import os
 from itertools import product
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
 
 from cglab.models.decoder import rotate
