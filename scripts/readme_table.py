@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,19 @@ class Table:
         last = results.records[-1]
         where = (
             f"{self.what} on one {last.device.name}, recorded on {last.created[:10]} with torch "
-            f"{last.versions['torch']}, random weights for the published shapes; {self.how}"
+            f"{last.versions['torch']}, random weights for the published shapes, {_forms(rows.values())} operations; "
+            f"{self.how}"
         )
         names = ("model", *self.size, *self.header)
         rule = ("---", *("---:" for _ in names[1:-1]), "---")
         lines = [(*map(str, key), *self.cells(arms)) for key, arms in sorted(rows.items())]
         return "\n".join([where, "", *(f"| {' | '.join(line)} |" for line in (names, rule, *lines))])
+
+
+def _forms(rows: Iterable[Arms]) -> str:
+    """In which kernels the models of a table computed."""
+    found = {each.workload.get("ops", "portable") for arms in rows for each in arms.values()}
+    return " and ".join(sorted(found))
 
 
 def _apart(one: Record, other: Record) -> bool:
