@@ -1,7 +1,7 @@
 """The choices bench: what each choice of the compiled form is worth, by taking it back alone.
 
 A choice stays only while it pays. What it was predicted to gain was worked out before it was built: from the bytes that
-it no longer moves over the bandwidth, and the launches that it saves at 2.5 us each, kernel and gap.
+it no longer moves over the bandwidth, from products measured alone, and from the launches that it saves, 2.5 us each.
 """
 
 from __future__ import annotations

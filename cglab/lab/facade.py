@@ -34,6 +34,7 @@ from cglab.measure.ab import interleave
 from cglab.measure.memory import Memory, memory_now
 from cglab.measure.parity import Parity
 from cglab.measure.profiling import profile
+from cglab.models.compiled import nothing_compiled
 from cglab.models.loading import ModelSource, load_model
 from cglab.models.ops import use_ops
 from cglab.runners.base import GraphGroup, Runner
@@ -156,7 +157,8 @@ class Lab:
             InputError: if other requests are in flight, or the cache cannot hold the shared prefix.
         """
         self._require_open()
-        return run_load(self.engine, load, self.phases.for_load(load), model=self.name, seconds=seconds)
+        with nothing_compiled(self.model):
+            return run_load(self.engine, load, self.phases.for_load(load), model=self.name, seconds=seconds)
 
     def compare(
         self,
@@ -183,7 +185,7 @@ class Lab:
         self._require_open()
         checked = check_arms(name, arms)
         runners = {arm: self.runner(arm, name) for arm in checked}
-        with steps.fixed_step(self.engine, name, sizes, self.sizes) as step:
+        with steps.fixed_step(self.engine, name, sizes, self.sizes) as step, nothing_compiled(self.model):
             before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
             parity = {arm: steps.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
             times = interleave(

@@ -27,6 +27,7 @@ from cglab.lab.step_metrics import (
 from cglab.measure.ab import interleave
 from cglab.measure.profiling import profile
 from cglab.measure.record import Record, make_record, new_run
+from cglab.models.compiled import nothing_compiled
 from cglab.runners.prefill import PrefillRunner
 
 POINTS = ((8192, 0), (1024, 8192), (2048, 0), (1025, 0), (512, 0), (128, 0))
@@ -87,9 +88,9 @@ def _point(lab: Lab, step: PrefillStep, run: str, *, quick: bool) -> list[Record
         for arm, runner in runners.items()
     }
     calls = 1 if quick else calls_within(sustained(runners["eager"], step, device, 1)())
-    times = interleave(
-        {arm: sustained(runner, step, device, calls) for arm, runner in runners.items()}, repeats=3, warmup=1
-    )
+    timed = {arm: sustained(runner, step, device, calls) for arm, runner in runners.items()}
+    with nothing_compiled(lab.model):  # B57, B58
+        times = interleave(timed, repeats=3, warmup=1)
     parity = {arm: lab.step_parity(arm, step, "prefill").as_dict() for arm in ARMS if arm != "eager"}
     records = []
     for arm, runner in runners.items():

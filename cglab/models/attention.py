@@ -9,6 +9,7 @@ gather by slot, then ``scaled_dot_product_attention`` with the query heads of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,36 +32,18 @@ class LiveRows:
     rows: int | None = None
 
 
-def require_step(request_rows: Tensor, seq_lens: Tensor, slots: Tensor, width: int) -> None:
-    """Checks the sizes of a decode step.
-
-    Raises:
-        InputError: if they do not fit each other.
-    """
-    requests = request_rows.shape[0]
-    if seq_lens.shape[0] != requests or slots.shape[0] != requests * width:
-        raise InputError(
-            f"{requests} request rows, {seq_lens.shape[0]} lengths and {slots.shape[0]} slots do not "
-            f"make a step of width {width}: give one length and {width} slots for each row"
-        )
-
-
 class _PoolStep:
     """What the layers of one pool share in a step.
 
     Attributes:
-        out_slots: [requests * width] int64, where keys and values go.
         slots: [requests, context] int64, where those that are read live.
         mask: [requests, 1, rows, context], 0 or minus infinity.
     """
 
-    def __init__(
-        self, pool: LayerPool, out_slots: Tensor, request_rows: Tensor, seq_lens: Tensor, last: Tensor
-    ) -> None:
+    def __init__(self, pool: LayerPool, request_rows: Tensor, seq_lens: Tensor, last: Tensor) -> None:
         """Computes them; ``last`` [requests, width, 1] is the last position that each query sees."""
         width = last.shape[1]
         position = pool.context(seq_lens, width)
-        self.out_slots = out_slots
         # Padding repeats the last position: whatever a free page or the rest of a page holds is then not even read,
         # as a mask alone would still multiply it by zero, and zero times NaN is NaN.
         self.slots = pool.slots(request_rows, torch.minimum(position, seq_lens.unsqueeze(1) - 1))
@@ -75,8 +58,8 @@ class _PoolStep:
         self.mask = mask if width == 1 else mask.unsqueeze(2).expand(-1, -1, pool.group, -1, -1).flatten(2, 3)
 
 
-class DecodeAttention(CacheAttention):
-    """Attention of a step with equally many new tokens of each request: decode, or verify of drafted tokens.
+class DecodeStep(CacheAttention):
+    """A step with equally many new tokens of each request: decode, or verify of drafted tokens.
 
     Query i of a request sees its first ``seq_len - width + i + 1`` tokens, itself included; in a layer with a
     window the last ``window`` of these, and no more than they are read.
@@ -93,7 +76,7 @@ class DecodeAttention(CacheAttention):
         live: LiveRows | None = None,
         window_out_slots: Tensor | None = None,
     ) -> None:
-        """Computes what all layers of a pool share.
+        """Takes a step's tensors.
 
         Args:
             kv: the cache.
@@ -109,20 +92,34 @@ class DecodeAttention(CacheAttention):
             InputError: if the sizes do not fit each other, or slots are missing for a pool or given for none.
         """
         self.kv, self.width, self.live = kv, width, live or LiveRows()
-        given = kv.by_pool(out_slots, window_out_slots)
-        for slots in given.values():
-            require_step(request_rows, seq_lens, slots, width)
-        last = (seq_lens.unsqueeze(1) + (kv.context_positions[:width] - width)).unsqueeze(-1)
-        self._steps = {
-            pool: _PoolStep(pool, slots, request_rows, seq_lens, last)
-            for pool, slots in given.items()
-            if pool.layers
-        }
+        self.request_rows, self.seq_lens = request_rows, seq_lens
+        self.out_slots = kv.by_pool(out_slots, window_out_slots)
+        requests = request_rows.shape[0]
+        for slots in self.out_slots.values():
+            if seq_lens.shape[0] != requests or slots.shape[0] != requests * width:
+                raise InputError(
+                    f"{requests} request rows, {seq_lens.shape[0]} lengths and {slots.shape[0]} slots do not "
+                    f"make a step of width {width}: give one length and {width} slots for each row"
+                )
 
     def cache(self, layer_index: int) -> LayerCache:
         """See ``CacheAttention``."""
         pool = self.kv.pool(layer_index)
-        return pool.cache(layer_index, self._steps[pool].out_slots)
+        return pool.cache(layer_index, self.out_slots[pool])
+
+
+class DecodeAttention(DecodeStep):
+    """The portable form: what the layers of a pool share is computed when it is made."""
+
+    def __init__(self, kv: PagedKV, **step: Any) -> None:
+        """Computes what all layers of a pool share; the arguments are those of ``DecodeStep``."""
+        super().__init__(kv, **step)
+        last = (self.seq_lens.unsqueeze(1) + (kv.context_positions[: self.width] - self.width)).unsqueeze(-1)
+        self._steps = {
+            pool: _PoolStep(pool, self.request_rows, self.seq_lens, last)
+            for pool in self.out_slots
+            if pool.layers
+        }
 
     def attend(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See ``CacheAttention``; new keys and values are read from the cache, like those before them."""

@@ -13,39 +13,12 @@ import torch
 from torch import Tensor
 
 from cglab.graphs.breaks import eager_break
-from cglab.models.attention import LiveRows, require_step
-from cglab.models.kv import CacheAttention, LayerCache, LayerPool, PagedKV
+from cglab.models.attention import DecodeStep, LiveRows
+from cglab.models.kv import LayerCache, LayerPool
 
 
-class PagedDecodeAttention(CacheAttention):
-    """As ``attention.DecodeAttention``, with the same arguments."""
-
-    def __init__(
-        self,
-        kv: PagedKV,
-        *,
-        out_slots: Tensor,
-        request_rows: Tensor,
-        seq_lens: Tensor,
-        width: int = 1,
-        live: LiveRows | None = None,
-        window_out_slots: Tensor | None = None,
-    ) -> None:
-        """Takes a step's tensors; see ``attention.DecodeAttention``.
-
-        Raises:
-            InputError: if the sizes do not fit each other, or slots are missing for a pool or given for none.
-        """
-        self.kv, self.width, self.live = kv, width, live or LiveRows()
-        self.request_rows, self.seq_lens = request_rows, seq_lens
-        self.out_slots = kv.by_pool(out_slots, window_out_slots)
-        for slots in self.out_slots.values():
-            require_step(request_rows, seq_lens, slots, width)
-
-    def cache(self, layer_index: int) -> LayerCache:
-        """See ``CacheAttention``."""
-        pool = self.kv.pool(layer_index)
-        return pool.cache(layer_index, self.out_slots[pool])
+class PagedDecodeAttention(DecodeStep):
+    """The form with one kernel, over the pages themselves."""
 
     def attend(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See ``CacheAttention``; new keys and values are read from the cache, like those before them."""
@@ -53,7 +26,7 @@ class PagedDecodeAttention(CacheAttention):
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         _attend(
             pool,
-            pool.cache(layer_index, self.out_slots[pool]),
+            self.cache(layer_index),
             query=query,
             out=out.view_as(query),
             request_rows=self.request_rows,
