@@ -12,6 +12,7 @@ from cglab import errors
 from cglab.engine.load import Load
 from cglab.lab.comparison import TAPE_NOTE
 from cglab.lab.techniques import TECHNIQUES, Captures
+from cglab.models.decoder import Portable
 
 
 @pytest.fixture(scope="module")
@@ -241,3 +242,23 @@ def test_a_context_between_two_pages_ends_where_the_positions_end(tmp_path, root
         assert len(opened.generate([[1] * 97], 3, stop_at_end=False).tokens[0]) == 3
         with pytest.raises(errors.InputError, match="do not fit"):
             opened.generate([[1] * 98], 3)
+
+
+@pytest.mark.parametrize("measured", ["compare", "load"])
+def test_b57_b58_what_is_measured_while_a_compiler_runs_is_an_error(lab, monkeypatch, measured):
+    class Compiling(Portable):
+        def __call__(self, *given):
+            self.compilations += 1
+            return super().__call__(*given)
+
+    monkeypatch.setattr(lab.model, "body", Compiling())
+    mode = lab.captures.prefill
+    lab.captures.prefill = "eager"
+    try:
+        with pytest.raises(errors.RecompiledError, match="the compiler ran"):
+            if measured == "compare":
+                lab.compare("decode", ("eager", "full"), batch=2, context=20, repeats=1)
+            else:
+                lab.load(Load(2, concurrency=1, prompt_tokens=(8, 8), new_tokens=(2, 2)))
+    finally:
+        lab.captures.prefill = mode
