@@ -1,4 +1,4 @@
-"""Reads the safetensors of a Hugging Face folder into a decoder: checked whole, then copied one by one.
+"""Reads the safetensors of a Hugging Face folder into a model: checked whole, then copied one by one.
 
 Nothing is ever unpickled. All names, shapes and dtypes are compared with the headers before any weight memory
 is allocated, so that a wrong folder costs nothing; the copy then holds one tensor on the host at a time.
@@ -6,22 +6,25 @@ is allocated, so that a wrong folder costs nothing; the copy then holds one tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from cglab.errors import ModelError
-from cglab.models.config import ModelConfig, read_json
-from cglab.models.decoder import Decoder
-from cglab.models.layout import checkpoint_layout
+from cglab.models.config import ModelConfig
+from cglab.models.fields import read_json
+from cglab.models.layout import Piece, checkpoint_layout
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = ("F32", "F16", "BF16")
 SHOWN = 3
+
+Header = dict[str, tuple[tuple[int, ...], str]]
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -86,7 +89,31 @@ def check_shards(shards: Iterable[Path], config: ModelConfig) -> None:
             f"config.json states {config.num_layers} layers, the checkpoint has {stored} tensors in all; "
             "weights and configuration are of different models: fetch both again"
         )
-    expected = {name: piece.shape for name, piece in checkpoint_layout(config).items()}
+    derived = ("lm_head.weight",) if config.tie_embeddings else ()
+    _compare(headers, checkpoint_layout(config), config.architecture, derived)
+
+
+def check_draft_shards(shards: Iterable[Path], layout: Mapping[str, Piece], architecture: str) -> None:
+    """Compares the headers of a draft's checkpoint with its layout.
+
+    Args:
+        shards: the safetensors files.
+        layout: where each tensor goes.
+        architecture: for messages.
+
+    Raises:
+        ModelError: as ``check_shards``.
+    """
+    _compare([(shard, _header(shard)) for shard in shards], layout, architecture, ())
+
+
+def _compare(
+    headers: Iterable[tuple[Path, Header]],
+    layout: Mapping[str, Piece],
+    architecture: str,
+    derived: Sequence[str],
+) -> None:
+    expected = {name: piece.shape for name, piece in layout.items()}
     found: dict[str, Path] = {}
     for shard, header in headers:
         for name, (shape, dtype) in header.items():
@@ -111,25 +138,27 @@ def check_shards(shards: Iterable[Path], config: ModelConfig) -> None:
             f"{len(missing)} of {len(expected)} tensors are missing: {_some(missing)}; "
             "fetch the missing shard, or a config.json that fits these weights"
         )
-    extra = [name for name in found if name not in expected and not _derived(name, config)]
+    # What is saved although it follows from others: a tied head, rotary frequencies.
+    known = (*expected, *derived)
+    extra = [name for name in found if name not in known and not name.endswith("rotary_emb.inv_freq")]
     if extra:
         raise ModelError(
-            f"{len(extra)} tensors have no place in {config.architecture}: {_some(extra)}; "
+            f"{len(extra)} tensors have no place in {architecture}: {_some(extra)}; "
             "the model computes something that the decoder does not: open another one"
         )
 
 
-def read_shards(shards: Iterable[Path], model: Decoder) -> None:
-    """Copies a checked checkpoint into a decoder, one tensor at a time, converting to its dtype.
+def read_shards(shards: Iterable[Path], model: nn.Module, layout: Mapping[str, Piece]) -> None:
+    """Copies a checked checkpoint into a model, one tensor at a time, converting to its dtype.
 
     Args:
         shards: the safetensors files.
-        model: the decoder, on any device.
+        model: on any device.
+        layout: where each tensor goes.
 
     Raises:
         ModelError: if a file can no longer be read.
     """
-    layout = checkpoint_layout(model.config)
     parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
     for shard in shards:
         try:
@@ -141,7 +170,7 @@ def read_shards(shards: Iterable[Path], model: Decoder) -> None:
             raise _damaged(shard, error) from error
 
 
-def _header(shard: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def _header(shard: Path) -> Header:
     """Shape and dtype of every tensor in a file, without its data."""
     try:
         with safe_open(shard, framework="pt") as tensors:
@@ -153,11 +182,6 @@ def _header(shard: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def _damaged(shard: Path, error: Exception) -> ModelError:
     return ModelError(f"{shard} is truncated or no safetensors file ({error}); fetch the file again")
-
-
-def _derived(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor was saved although it follows from others: a tied head, rotary frequencies."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
 def _some(names: list[str]) -> str:

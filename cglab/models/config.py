@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from cglab.errors import ModelError
+from cglab.models.fields import Fields, read_json
 
 ARCHITECTURES: Final = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 WINDOW, FIRST_WINDOW_LAYER = 4096, 28  # what Qwen3 takes for a file that states neither
@@ -127,96 +125,10 @@ class ModelConfig:
             )
         generation = folder / "generation_config.json"
         ends = read_json(generation) if generation.is_file() else {}
-        return _parse(_Fields(read_json(path), path), _Fields(ends, generation))
+        return _parse(Fields(read_json(path), path), Fields(ends, generation))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads one JSON object.
-
-    Raises:
-        ModelError: if the file cannot be read or holds anything else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read as JSON ({error}); fetch the file again") from error
-    if not isinstance(content, dict):
-        raise ModelError(
-            f"{path} holds a JSON {type(content).__name__}, an object is expected; fetch the file again"
-        )
-    return content
-
-
-class _Fields:
-    """Typed look-ups in a configuration; every error names the file."""
-
-    def __init__(self, content: Mapping[str, Any], path: Path) -> None:
-        self.content, self.path = content, path
-
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        value = self._given(name, default)
-        if type(value) is not int or value < least:
-            raise self.malformed(name, value, "a positive integer" if least else "an integer from 0")
-        return value
-
-    def real(self, name: str, default: float | None = None) -> float:
-        value = self._given(name, default)
-        # JSON as Python reads it has NaN, infinities and integers beyond every float.
-        if type(value) not in (int, float) or not 0 < value < sys.float_info.max:
-            raise self.malformed(name, value, "a positive number")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self._given(name, default=False)
-        if type(value) is not bool:
-            raise self.malformed(name, value, "true or false")
-        return value
-
-    def tokens(self, name: str) -> tuple[int, ...]:
-        """One token id, a list of them, or none."""
-        value = self._given(name, [])
-        ids = value if isinstance(value, list) else [value]
-        if any(type(token) is not int or token < 0 for token in ids):
-            raise self.malformed(name, value, "a token id or a list of token ids")
-        return tuple(ids)
-
-    def names(self, name: str) -> list[str] | None:
-        """A list of names, or none."""
-        value = self._given(name, None)
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(item, str) for item in value)
-        ):
-            raise self.malformed(name, value, "a list of names")
-        return value
-
-    def rotary(self) -> _Fields:
-        """Base and scaling of the rotary embedding, in the form of transformers 5 or of earlier ones."""
-        merged = {"rope_theta": self.content.get("rope_theta")}
-        for name in ("rope_scaling", "rope_parameters"):
-            section = self._given(name, {})
-            if not isinstance(section, dict):
-                raise self.malformed(name, section, "an object")
-            merged |= section
-        return _Fields(merged, self.path)
-
-    def require(self, name: str, value: object, good: Sequence[object]) -> None:
-        """Refuses what the decoder does not compute."""
-        if value not in good:
-            choices = ", ".join(map(str, good))
-            raise ModelError(
-                f"{self.path}: {name} is {value}; supported: {choices}; open a model that has one of these"
-            )
-
-    def _given(self, name: str, default: Any) -> Any:
-        value = self.content.get(name)
-        return default if value is None else value
-
-    def malformed(self, name: str, value: object, good: str) -> ModelError:
-        fact = "missing" if value is None else repr(value)
-        return ModelError(f"{self.path}: {name} is {fact}, {good} is expected; fetch the file again")
-
-
-def _parse(fields: _Fields, generation: _Fields) -> ModelConfig:
+def _parse(fields: Fields, generation: Fields) -> ModelConfig:
     content = fields.content
     architectures = content.get("architectures") or ["missing"]
     if not isinstance(architectures, list):
@@ -264,7 +176,7 @@ def _parse(fields: _Fields, generation: _Fields) -> ModelConfig:
     )
 
 
-def _window_layers(fields: _Fields) -> tuple[int, ...]:
+def _window_layers(fields: Fields) -> tuple[int, ...]:
     """The layers that see a window, by the rules of ``Qwen3Config``: listed one by one, or the last ones."""
     content, layers = fields.content, fields.integer("num_hidden_layers")
     windowed = fields.flag("use_sliding_window") and content.get("sliding_window", WINDOW) is not None
@@ -282,7 +194,7 @@ def _window_layers(fields: _Fields) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
-def _llama3_scaling(rotary: _Fields) -> Llama3Scaling:
+def _llama3_scaling(rotary: Fields) -> Llama3Scaling:
     return Llama3Scaling(
         factor=rotary.real("factor"),
         low_freq_factor=rotary.real("low_freq_factor"),

@@ -51,11 +51,11 @@ class Body(Protocol):
     compile_seconds: float
     compilations: int
 
-    def __call__(self, model: Decoder, hidden: Tensor, turn: Tensor, attend: Any) -> Tensor:
+    def __call__(self, model: Any, hidden: Tensor, turn: Tensor, attend: Any) -> Tensor:
         """Runs every block.
 
         Args:
-            model: whose weights are used.
+            model: whose weights are used: a stack of ``blocks`` and a last ``norm``.
             hidden: [T, hidden_size], embeddings.
             turn: [T, 2, head_dim], rows of ``rotary_table``.
             attend: see ``Attend``; a form may ask more of it.
@@ -71,7 +71,7 @@ class Portable:
 
     name, compile_seconds, compilations = "portable", 0.0, 0
 
-    def __call__(self, model: Decoder, hidden: Tensor, turn: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, model: Any, hidden: Tensor, turn: Tensor, attend: Any) -> Tensor:
         """See ``Body``."""
         for layer_index, block in enumerate(model.blocks):
             hidden = block(hidden, turn, layer_index, attend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from cglab.models.config import ModelConfig
 
@@ -91,3 +91,11 @@ def checkpoint_layout(config: ModelConfig) -> dict[str, Piece]:
     if not config.tie_embeddings:
         place("head.weight", ("lm_head.weight", (config.vocab_size, hidden)))
     return layout
+
+
+def draft_layout(model: nn.Module) -> dict[str, Piece]:
+    """The layout of a checkpoint whose tensors are the model's parameters, under their own names."""
+    return {
+        name: Piece(name, 0, parameter.shape[0], tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+    }

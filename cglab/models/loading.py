@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from cglab.errors import ModelError
 from cglab.models.checkpoint import check_shards, read_shards, shard_files
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
+from cglab.models.layout import checkpoint_layout
 from cglab.models.presets import PRESETS
 from cglab.models.sources import find_folder
 from cglab.models.tokenizer import Tokenizer
@@ -92,7 +94,7 @@ def load_model(
         )
     model = Decoder(config, device=device, dtype=dtype)
     try:
-        read_shards(shards, model)
+        read_shards(shards, model, checkpoint_layout(config))
     except BaseException:
         model.to("meta")  # the traceback holds the model: let go of its memory
         raise
@@ -118,7 +120,23 @@ def random_model(
         The decoder, in evaluation mode and without gradients.
     """
     model = Decoder(config, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
-    generator = torch.Generator(device).manual_seed(seed)
+    fill_randomly(model, config.num_layers, seed)
+    if not config.tie_embeddings:  # it is only looked up
+        generator = torch.Generator(device).manual_seed(seed)
+        model.embedding.weight.normal_(0.0, 1.0, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def fill_randomly(model: nn.Module, layers: int, seed: int) -> None:
+    """Random weights for a stack of layers, in place: see ``random_model``.
+
+    Args:
+        model: its norms, biases and projections into the residual stream are told by name.
+        layers: of the stack.
+        seed: the same seed gives the same weights on the same kind of device.
+    """
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
@@ -127,8 +145,5 @@ def random_model(
         else:
             deviation = parameter.shape[-1] ** -0.5
             if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
-                deviation *= (2 * config.num_layers) ** -0.5
-            if name == "embedding.weight" and not config.tie_embeddings:
-                deviation = 1.0
+                deviation *= (2 * layers) ** -0.5
             parameter.normal_(0.0, deviation, generator=generator)
-    return model

@@ -20,7 +20,9 @@ from cglab.models.kv import LayerCache, LayerPool
 class PagedDecodeAttention(DecodeStep):
     """The form with one kernel, over the pages themselves."""
 
-    def attend(self, layer_index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, layer_index: int, query: Tensor, key: Tensor | None = None, value: Tensor | None = None
+    ) -> Tensor:
         """See ``CacheAttention``; new keys and values are read from the cache, like those before them."""
         pool = self.kv.pool(layer_index)
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])

@@ -24,6 +24,12 @@ def shipped_models() -> dict[str, Path]:
     return {folder.name: folder for folder in folders}
 
 
+def shipped_drafts() -> dict[str, Path]:
+    """The draft models that come with the project, by name; none of them runs without its target."""
+    folders = sorted(path.parent for path in (data_folder() / "drafts").glob("*/config.json"))
+    return {folder.name: folder for folder in folders}
+
+
 def find_folder(name: str | Path) -> Path:
     """Finds a model's folder, downloading it if the name is a hub id and no local folder.
 

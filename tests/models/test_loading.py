@@ -186,7 +186,7 @@ def test_n03_a_read_that_fails_halfway_leaves_no_weights_behind(folder, monkeypa
     """The error's traceback holds the model; its memory must be gone all the same."""
     seen = []
 
-    def fail(shards, model):
+    def fail(shards, model, layout):
         seen.append(model)
         raise OSError("the disk went away")
 

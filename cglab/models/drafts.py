@@ -1,0 +1,108 @@
+"""Opens a draft model by name: shipped, from a folder, or a published shape with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Literal, NamedTuple
+
+import torch
+
+from cglab.errors import ModelError
+from cglab.models.assistant import ARCHITECTURE, Assistant, AssistantConfig
+from cglab.models.checkpoint import check_draft_shards, read_shards, shard_files
+from cglab.models.decoder import Decoder
+from cglab.models.layout import draft_layout
+from cglab.models.loading import fill_randomly
+from cglab.models.sources import shipped_drafts
+
+DRAFT_PRESETS: Final[Mapping[str, AssistantConfig]] = MappingProxyType(
+    {
+        "gemma-31b-like-assistant": AssistantConfig(
+            vocab_size=262144, backbone_size=5376, hidden_size=1024, intermediate_size=4096,
+            layer_kinds=("sliding", "sliding", "sliding", "full"), num_heads=32, num_kv_heads=16, head_dim=256,
+            own_head=True,
+        ),
+    }
+)  # fmt: skip
+"""Shapes with random weights, by the name that opens them."""
+
+
+class LoadedDraft(NamedTuple):
+    """A draft model, bound to its target.
+
+    Attributes:
+        model: on the target's device and in its dtype, in evaluation mode and without gradients.
+        config: its shape.
+        weights: where the weights come from.
+    """
+
+    model: Assistant
+    config: AssistantConfig
+    weights: Literal["trained", "random"]
+
+
+class DraftSource(NamedTuple):
+    """A draft that was found and of which no weight is loaded.
+
+    Attributes:
+        config: its shape.
+        folder: where its weights are; None for a shape with random weights.
+    """
+
+    config: AssistantConfig
+    folder: Path | None
+
+
+def find_draft(name_or_folder: str | Path) -> DraftSource:
+    """Finds a draft and reads its shape.
+
+    Args:
+        name_or_folder: a shape with random weights, a shipped draft, or a folder.
+
+    Raises:
+        ModelError: if there is no such draft, or it is none.
+    """
+    text = str(name_or_folder)
+    if text in DRAFT_PRESETS:
+        return DraftSource(DRAFT_PRESETS[text], None)
+    shipped = shipped_drafts()
+    folder = shipped.get(text, Path(name_or_folder).expanduser())
+    if not folder.is_dir():
+        raise ModelError(
+            f"no draft {text!r}: it is no shipped draft ({', '.join(shipped) or 'none here'}), no shape with random "
+            f"weights ({', '.join(DRAFT_PRESETS)}) and no local folder; give one of these"
+        )
+    return DraftSource(AssistantConfig.from_folder(folder), folder)
+
+
+def load_draft(source: str | Path | DraftSource, target: Decoder, *, seed: int = 0) -> LoadedDraft:
+    """Opens a draft for a target.
+
+    Args:
+        source: what ``find_draft`` found, or takes.
+        target: the model that it drafts for: its device, dtype, embedding and head are used.
+        seed: of random weights.
+
+    Raises:
+        ModelError: if there is no such draft, it is damaged, or it is another target's; no memory stays allocated.
+    """
+    config, folder = source if isinstance(source, DraftSource) else find_draft(source)
+    with torch.device("meta"):
+        empty = Assistant(config, device="meta", dtype=target.rotary.dtype)
+    empty.bind(target)  # before a weight is allocated
+    shards = [] if folder is None else shard_files(folder)
+    if folder is not None:
+        check_draft_shards(shards, draft_layout(empty), ARCHITECTURE)
+    model = Assistant(config, device=target.rotary.device, dtype=target.rotary.dtype)
+    model.eval().requires_grad_(requires_grad=False).bind(target)
+    try:
+        if folder is None:
+            fill_randomly(model, config.num_layers, seed)
+        else:
+            read_shards(shards, model, draft_layout(model))
+    except BaseException:
+        model.to("meta")  # the traceback holds the model: let go of its memory
+        raise
+    return LoadedDraft(model, config, "random" if folder is None else "trained")
