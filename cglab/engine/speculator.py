@@ -76,7 +76,9 @@ class Speculator:
     def runners(self) -> dict[str, Runner[int]]:
         """The runners in use, by technique."""
         seed = self.phases.seed_step()
-        others = {"draft_loop": self.phases.draft_loop(), "verify": self.phases.verify()}
+        others: dict[str, Runner[int]] = {
+            "draft_loop": self.phases.draft_loop(), "verify": self.phases.verify()
+        }
         return others if seed is None else {"seed_step": seed, **others}
 
     def prefilled(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
