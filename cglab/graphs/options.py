@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.selfcheck import Vary, vary_rows
 
 MANY_SHAPES = 8
@@ -60,6 +61,7 @@ class Options:
         clone: hand out copies instead of views.
         debug: hand out views that refuse to be read once they are stale (B20).
         strict: raise when a capture fails, instead of running eager with the reason.
+        kill_switch: the environment variable that set the backend to eager, if one did.
     """
 
     backend: str = "full"
@@ -74,3 +76,11 @@ class Options:
     debug: bool = False
     strict: bool = False
     after_warmup: Callable[[], None] | None = None
+    kill_switch: str | None = None
+
+    @property
+    def why_eager(self) -> Miss:
+        """Why steps on the eager backend run eager: it was asked for, or a variable switched the capture off."""
+        if self.kill_switch is None:
+            return Miss(Reason.BACKEND_EAGER)
+        return Miss(Reason.KILL_SWITCH, f"{self.kill_switch}=1")
