@@ -23,9 +23,10 @@ from cglab.lab.opening import open_lab
 from cglab.lab.step_metrics import CALLS, Progress, model_facts, silent, sustained
 from cglab.measure.ab import interleave
 from cglab.measure.record import Record, make_record, new_run
-from cglab.models.compiled import Compiled, Kernels, nothing_compiled, torch_kernels, written_kernels
+from cglab.models.compiled import Compiled, nothing_compiled
 from cglab.models.decoder import Body, Decoder, Portable
 from cglab.models.ops import good_ops
+from cglab.models.regions import Kernels, torch_kernels, written_kernels
 from cglab.runners.base import Runner
 
 WITHOUT: Mapping[str, str] = MappingProxyType({

@@ -115,11 +115,6 @@ def bound_layers(config: AssistantConfig, target: ModelConfig) -> tuple[int, ...
             f"the assistant's backbone_size is {config.backbone_size}, the target's hidden_size "
             f"{target.hidden_size}; open its own target"
         )
-    if config.num_heads % config.num_kv_heads:
-        raise ModelError(
-            f"{config.num_heads} query heads of the assistant do not share {config.num_kv_heads} key heads evenly; "
-            "fetch the draft again"
-        )
     windowed = set(target.window_layers)
     last = {
         kind: max(

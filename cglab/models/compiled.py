@@ -13,126 +13,27 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cglab.errors import RecompiledError
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Decoder, rotate
-from cglab.models.kv import CacheAttention, LayerCache, LayerPool, PagedKV
-from cglab.models.paged import prepare_attention
+from cglab.models.kv import LayerCache, LayerPool, PagedKV
+from cglab.models.paged import AttentionKind, prepare_attention
+from cglab.models.regions import Between, Kernels, Regions, regions, written_kernels
 
-FEW_ROWS = 16
-"""Up to how many rows a product has a kernel of its own."""
 MOST_ROWS = 2048
 """Rows of which the second half of a block is computed at a time: enough for full speed, and its intermediates, which
 are what the memory of a long prefill's graphs goes into, stay as small."""
 EXAMPLE_ROWS = (37, 1, 5)
 """Rows of the examples, one of each kind: numbers that no other size of a model has, lest they be taken for that size.
 """
-
-Between = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-class Kernels(NamedTuple):
-    """What is not left to the compiler; see ``models.kernels``."""
-
-    thin_linear: Callable[..., Tensor]
-    turn_and_store: Callable[..., tuple[Tensor, Tensor]]
-
-
-def torch_kernels() -> Kernels:
-    """The same in PyTorch's operators: the library's products, and the compiler's own pass over a projection."""
-
-    def thin_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
-        out = F.linear(x, weight, bias)
-        if not gated:
-            return out
-        gate, up = out.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def turn_and_store(
-        qkv: Tensor,
-        turn: Tensor,
-        norm: Tensor | None,
-        eps: float,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        kv = keys.shape[1]
-        turned = qkv.shape[1] - kv
-        heads = qkv[:, :turned]
-        if norm is not None:
-            heads = F.rms_norm(heads, (qkv.shape[2],), eps=eps) * norm
-        query, key = rotate(heads, turn).split((turned - kv, kv), dim=1)
-        keys.index_copy_(0, slots, key)
-        values.index_copy_(0, slots, qkv[:, turned:])
-        return query.contiguous(), key
-
-    return Kernels(thin_linear, turn_and_store)
-
-
-def written_kernels() -> Kernels:
-    """The hand-written ones; they need Triton."""
-    from cglab.models.kernels.thin import thin_linear
-    from cglab.models.kernels.turn import turn_and_store
-
-    return Kernels(thin_linear, turn_and_store)
-
-
-def regions(config: ModelConfig, kernels: Kernels) -> tuple[Callable[..., Any], ...]:
-    """The two halves of a block around its attention, and what follows the last, as functions of tensors alone.
-
-    Args:
-        config: the decoder's shape.
-        kernels: of what is not left to the compiler.
-
-    Returns:
-        ``enter``: from a block's input to queries, keys and values, stored in the cache; ``leave``: from what was
-        attended to the block's output; and ``finish``: the last norm. All take the residual stream beside their input.
-    """
-    eps, head_dim, kv_heads = config.rms_norm_eps, config.head_dim, config.num_kv_heads
-    width, turned = config.hidden_size, config.num_heads + kv_heads
-    thin_linear, turn_and_store = kernels
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return thin_linear(x, weight, bias) if x.shape[0] <= FEW_ROWS else F.linear(x, weight, bias)
-
-    def enter(
-        hidden: Tensor, residual: Tensor, turn: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None,
-        head_norm: Tensor | None, keys: Tensor, values: Tensor, slots: Tensor,
-    ) -> Between:  # fmt: skip
-        residual = residual + hidden
-        normed = F.rms_norm(residual, (width,), norm, eps)
-        qkv = linear(normed, weight, bias).view(-1, turned + kv_heads, head_dim)
-        query, key = turn_and_store(qkv, turn, head_norm, eps, keys, values, slots)
-        return query, key, qkv[:, turned:], residual
-
-    def leave(
-        attended: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor,
-        gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        residual = residual + linear(attended, weight, bias)
-        normed = F.rms_norm(residual, (width,), norm, eps)
-        if normed.shape[0] <= FEW_ROWS:
-            return thin_linear(
-                thin_linear(normed, gate_up, gate_up_bias, gated=True), down, down_bias
-            ), residual
-        gate, up = F.linear(normed, gate_up, gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, down, down_bias), residual
-
-    def finish(hidden: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
-        return F.rms_norm(residual + hidden, (width,), norm, eps)
-
-    return enter, leave, finish
 
 
 def in_parts(
@@ -160,6 +61,12 @@ def of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def changing(*tensors: Tensor) -> None:
+    """Tells the compiler that the first axis of these has another size in other steps."""
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 0)
+
+
 class Compiled:
     """``decoder.Body`` in compiled regions.
 
@@ -180,9 +87,11 @@ class Compiled:
     ) -> None:
         self.config, self.compilations, self.compile_seconds = config, 0, 0.0
         self._compile = torch._dynamo.lookup_backend(backend)  # type: ignore[attr-defined,unused-ignore]
-        self._enter, self._leave, self._finish = (
-            torch.compile(of_its_own(region), backend=self._counted, fullgraph=True)
-            for region in regions(config, kernels or written_kernels())
+        self._regions = Regions(
+            *(
+                torch.compile(of_its_own(region), backend=self._counted, fullgraph=True)
+                for region in regions(config, kernels or written_kernels())
+            )
         )
 
     def _counted(self, module: Any, inputs: Any) -> Any:
@@ -190,21 +99,31 @@ class Compiled:
         return self._compile(module, inputs)
 
     @torch.no_grad()
-    def prepare(self, model: Decoder, kv: PagedKV) -> None:
-        """Compiles for a model and its cache, whose reserved slot is written; nothing where that was done before."""
+    def prepare(self, model: Any, kv: PagedKV, kinds: Sequence[AttentionKind] = ()) -> None:
+        """Compiles for a model and its cache, whose reserved slot is written; nothing where that was done before.
+
+        Args:
+            model: of this shape.
+            kv: its cache; of a draft its target's.
+            kinds: of steps that attend to the cache, beside those with one token a request.
+        """
         started = time.perf_counter()
         # What changes is said below. Left to itself the compiler takes every size for one that changes in which two
         # models of a process differ, heads and widths too, as the regions of both have the same lines.
         with torch._dynamo.config.patch(automatic_dynamic_shapes=False), warnings.catch_warnings():
             # Float32 is exact here on purpose: it is what the oracles are judged in.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-            for pool, rows in product((pool for pool in kv.pools if pool.layers), EXAMPLE_ROWS):
+            for pool, rows in product(self._pools(model, kv), EXAMPLE_ROWS):
                 self._example(model, pool, rows)
-        for pool in (pool for pool in kv.pools if pool.layers):
-            prepare_attention(pool, self.config.num_heads, model.rotary.dtype)
+        for pool, kind in product(self._pools(model, kv), (AttentionKind(self.config.num_heads), *kinds)):
+            prepare_attention(pool, kind, model.norm.weight.dtype)
         self.compile_seconds += time.perf_counter() - started
 
-    def _example(self, model: Decoder, pool: LayerPool, rows: int) -> None:
+    def _pools(self, model: Any, kv: PagedKV) -> list[LayerPool]:
+        """The pools that the model's layers read."""
+        return [pool for pool in kv.pools if pool.layers]
+
+    def _example(self, model: Any, pool: LayerPool, rows: int) -> None:
         """One call of every region on so many rows, each tensor with the size that changes marked."""
         place: dict[str, Any] = {"device": pool.keys.device, "dtype": model.rotary.dtype}
         slots = torch.zeros(rows, device=pool.keys.device, dtype=torch.int64)
@@ -214,34 +133,38 @@ class Compiled:
         attended = torch.zeros((rows, self.config.num_heads * self.config.head_dim), **place)
         turn = model.rotary.index_select(0, slots)
         by_row = [hidden, residual, attended, turn, slots]
-        for tensor in (cache.keys, cache.values, *(by_row if rows > 1 else [])):
-            torch._dynamo.mark_dynamic(tensor, 0)
+        changing(cache.keys, cache.values, *(by_row if rows > 1 else []))
         enter, leave = self._halves(model.blocks[0])
         enter(hidden, residual, turn, cache)
         leave(attended, residual)
-        self._finish(hidden, residual, model.norm.weight)
+        self._regions.finish(hidden, residual, model.norm.weight)
 
     def _halves(self, block: Any) -> tuple[Callable[..., Between], Callable[..., tuple[Tensor, Tensor]]]:
-        attention, forward = block.attention, block.feed_forward
+        attention = block.attention
 
         def enter(hidden: Tensor, residual: Tensor, turn: Tensor, cache: LayerCache) -> Between:
-            found: Between = self._enter(
+            found: Between = self._regions.enter(
                 hidden, residual, turn, block.attention_norm.weight, attention.qkv.weight, attention.qkv.bias,
                 attention.head_norm, *cache,
             )  # fmt: skip
             return found
 
+        return enter, self._second_half(block)
+
+    def _second_half(self, block: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        attention, forward = block.attention, block.feed_forward
+
         def leave(attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-            found: tuple[Tensor, Tensor] = self._leave(
+            found: tuple[Tensor, Tensor] = self._regions.leave(
                 attended, residual, attention.output.weight, attention.output.bias,
                 block.feed_forward_norm.weight, forward.gate_up.weight, forward.gate_up.bias, forward.down.weight,
                 forward.down.bias,
             )  # fmt: skip
             return found
 
-        return enter, leave
+        return leave
 
-    def __call__(self, model: Decoder, hidden: Tensor, turn: Tensor, attend: CacheAttention) -> Tensor:
+    def __call__(self, model: Any, hidden: Tensor, turn: Tensor, attend: Any) -> Tensor:
         """See ``decoder.Body``; ``attend`` tells where its keys and values go."""
         if not hidden.shape[0]:  # nothing to compute, and a kind of step that is not compiled
             return hidden
@@ -252,20 +175,20 @@ class Compiled:
             attended = attend.attend(layer_index, query, key, value)
             del query, key, value, hidden  # a recording's pool is as large as what is alive at a time
             hidden, residual = in_parts(leave, attended, residual)
-        out: Tensor = self._finish(hidden, residual, model.norm.weight)
+        out: Tensor = self._regions.finish(hidden, residual, model.norm.weight)
         return out
 
 
 @contextmanager
-def nothing_compiled(model: Decoder) -> Iterator[None]:
-    """Within, no compiler must run for the model: around everything that is timed.
+def nothing_compiled(*models: Any) -> Iterator[None]:
+    """Within, no compiler must run for these: around everything that is timed.
 
     Raises:
         RecompiledError: at the end, if one did.
     """
-    before = model.body.compilations
+    before = sum(model.body.compilations for model in models)
     yield
-    count = model.body.compilations - before
+    count = sum(model.body.compilations for model in models) - before
     if count:
         raise RecompiledError(
             f"the compiler ran {count} times after everything was compiled: a step has tensors of another kind "

@@ -102,9 +102,13 @@ class LayerPool:
         # As tensors of their own: a compiled function that is given a view is bound to its base as well.
         self._layers = [(keys.data, values.data) for keys, values in zip(self.keys, self.values, strict=True)]
 
+    def tensors(self, layer_index: int) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values, each [slots, kv_heads, head_dim]."""
+        return self._layers[self._index[layer_index]]
+
     def cache(self, layer_index: int, slots: Tensor) -> LayerCache:
         """One layer's tensors with the slots that a step writes."""
-        return LayerCache(*self._layers[self._index[layer_index]], slots)
+        return LayerCache(*self.tensors(layer_index), slots)
 
     def read(self, layer_index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Gathers keys and values of one layer.

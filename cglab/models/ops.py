@@ -8,7 +8,7 @@ the pages; it needs a CUDA device and Triton, and is the default where both are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from cglab.errors import ToggleError
+from cglab.models.assistant import Assistant, AssistantConfig
 from cglab.models.attention import DecodeAttention
 from cglab.models.compiled import Compiled
+from cglab.models.compiled_assistant import CompiledAssistant
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder, Portable
 from cglab.models.kv import PagedKV
-from cglab.models.paged import PagedDecodeAttention
+from cglab.models.paged import AttentionKind, PagedDecodeAttention
 
 OPS = ("portable", "compiled")
 DECODE_ATTENTION: Mapping[str, type[DecodeAttention | PagedDecodeAttention]] = MappingProxyType(
@@ -57,17 +59,39 @@ def check_ops(name: str | None, device: torch.device) -> str:
     return name
 
 
-def use_ops(name: str, model: Decoder, kv: PagedKV) -> None:
-    """Sets the form in which ``model`` computes, compiled for it and its cache."""
+def use_ops(name: str, model: Decoder, kv: PagedKV, kinds: Sequence[AttentionKind] = ()) -> None:
+    """Sets the form in which ``model`` computes, compiled for it and its cache.
+
+    Args:
+        name: a checked form.
+        model: whose form.
+        kv: its cache.
+        kinds: of steps beside decode, such as a verify step's.
+    """
     if name == "portable":
         model.body = Portable()
         return
     body = _compiled(model.config, model.rotary.dtype, kv.device)
-    body.prepare(model, kv)
+    body.prepare(model, kv, kinds)
     model.body = body
+
+
+def use_draft_ops(name: str, assistant: Assistant, kv: PagedKV) -> None:
+    """Sets the form in which a draft model computes over its target's cache; see ``use_ops``."""
+    if name == "portable":
+        assistant.body = Portable()
+        return
+    body = _compiled_draft(assistant.config, assistant.norm.weight.dtype, kv.device)
+    body.prepare(assistant, kv)
+    assistant.body = body
 
 
 @functools.cache
 def _compiled(config: ModelConfig, _dtype: Any, _device: Any) -> Compiled:
     """One for all models of a shape: opening a model again compiles nothing."""
     return Compiled(config)
+
+
+@functools.cache
+def _compiled_draft(config: AssistantConfig, _dtype: Any, _device: Any) -> CompiledAssistant:
+    return CompiledAssistant(config.stack)

@@ -8,13 +8,14 @@ As in the portable form, storing is recorded and attending is an eager break.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cglab.graphs.breaks import eager_break
 from cglab.models.attention import DecodeStep, LiveRows
-from cglab.models.kv import LayerCache, LayerPool
+from cglab.models.kv import LayerPool
 
 
 class PagedDecodeAttention(DecodeStep):
@@ -28,13 +29,14 @@ class PagedDecodeAttention(DecodeStep):
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         _attend(
             pool,
-            self.cache(layer_index),
+            *pool.tensors(layer_index),
             query=query,
             out=out.view_as(query),
             request_rows=self.request_rows,
             seq_lens=self.seq_lens,
             width=self.width,
             live=self.live,
+            tree=self.tree,
         )
         return out
 
@@ -42,7 +44,8 @@ class PagedDecodeAttention(DecodeStep):
 @eager_break
 def _attend(
     pool: LayerPool,
-    cache: LayerCache,
+    keys: Tensor,
+    values: Tensor,
     *,
     query: Tensor,
     out: Tensor,
@@ -50,13 +53,14 @@ def _attend(
     seq_lens: Tensor,
     width: int,
     live: LiveRows,
+    tree: Tensor | None,
 ) -> None:
     """Attends; padded rows of ``out`` become zero (P53, P54)."""
     from cglab.models.kernels.attention import paged_attention, parts_for  # Triton is only where a GPU is
 
     # Of the padded step: a part's sums must not depend on how many requests are live.
     context = len(pool.context_positions)
-    parts = parts_for(len(seq_lens), cache.keys.shape[1], processors(query.get_device()), context)
+    parts = parts_for(len(seq_lens), keys.shape[1], processors(query.get_device()), context)
     if live.rows is not None and live.rows < len(seq_lens):
         tokens = live.rows * width
         out[tokens:].zero_()
@@ -65,29 +69,47 @@ def _attend(
         query, out, request_rows, seq_lens = (
             query[:tokens], out[:tokens], request_rows[: live.rows], seq_lens[: live.rows]
         )  # fmt: skip
+        tree = None if tree is None else tree[: live.rows]
     paged_attention(
-        query, cache.keys, cache.values, pool.page_table, request_rows, seq_lens, out,
-        parts=parts, page_size=pool.page_size, width=width, window=pool.window,
+        query, keys, values, pool.page_table, request_rows, seq_lens, out,
+        parts=parts, page_size=pool.page_size, width=width, window=pool.window, tree=tree,
     )  # fmt: skip
 
 
-def prepare_attention(pool: LayerPool, heads: int, dtype: torch.dtype) -> None:
-    """Compiles the kernels for one pool: for contexts in parts, and for whole ones.
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """What of a step a kernel is compiled for.
+
+    Attributes:
+        heads: of the queries.
+        width: new tokens of each request.
+        tree: whether these are a tree.
+    """
+
+    heads: int
+    width: int = 1
+    tree: bool = False
+
+
+def prepare_attention(pool: LayerPool, kind: AttentionKind, dtype: torch.dtype) -> None:
+    """Compiles the kernels for one pool and kind of step: for contexts in parts, and for whole ones.
 
     Args:
         pool: whose reserved slot is read.
-        heads: of the queries.
+        kind: of the step.
         dtype: of the queries.
     """
     from cglab.models.kernels.attention import paged_attention
 
-    one = torch.ones(1, device=pool.keys.device, dtype=torch.int64)
-    cache = pool.cache(pool.layers[0], one)
-    query = torch.zeros((1, heads, cache.keys.shape[2]), device=one.device, dtype=dtype)
+    width, place = kind.width, pool.keys.device
+    keys, values = pool.tensors(pool.layers[0])
+    query = torch.zeros((width, kind.heads, keys.shape[2]), device=place, dtype=dtype)
+    row, length = (torch.full((1,), n, device=place, dtype=torch.int64) for n in (0, width))
+    tree = torch.ones((1, width, width), device=place, dtype=torch.bool) if kind.tree else None
     for parts in (1, 2):
         paged_attention(
-            query, cache.keys, cache.values, pool.page_table, torch.zeros_like(one), one, torch.empty_like(query),
-            parts=parts, page_size=pool.page_size, window=pool.window,
+            query, keys, values, pool.page_table, row, length, torch.empty_like(query), parts=parts,
+            page_size=pool.page_size, width=width, window=pool.window, tree=tree,
         )  # fmt: skip
 
 

@@ -9,12 +9,13 @@ pytest.importorskip("triton", reason="no Triton here: it comes with torch for CU
 
 from cglab.errors import RecompiledError, ToggleError
 from cglab.models import compiled
-from cglab.models.compiled import Compiled, nothing_compiled, torch_kernels
+from cglab.models.compiled import Compiled, nothing_compiled
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Portable
 from cglab.models.kv import PagedKV
 from cglab.models.loading import random_model
 from cglab.models.ops import DECODE_ATTENTION, check_ops
+from cglab.models.regions import torch_kernels
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
 
 CPU = torch.device("cpu")

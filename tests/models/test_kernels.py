@@ -66,12 +66,16 @@ def test_turn_and_store_is_norm_rotation_and_two_stores(heads, kv_heads, dim, ha
         assert torch.allclose(ours, right, rtol=1e-4, atol=1e-5)
 
 
-def spelt_out(query, keys, values, table, rows, lens, *, page_size, width, window):
+def spelt_out(query, keys, values, table, rows, lens, *, page_size, width, window, tree=None):
     """Attention of every new token over the positions that it sees, in float64."""
     out, group = torch.empty_like(query, dtype=torch.float64), query.shape[1] // keys.shape[1]
     for request, index in product(range(len(lens)), range(width)):
-        end = int(lens[request]) - width + 1 + index
-        positions = torch.arange(0 if window is None else max(end - window, 0), end, device=query.device)
+        before = int(lens[request]) - width
+        nodes = torch.arange(index + 1) if tree is None else tree[request, index].nonzero()[:, 0].cpu()
+        end = before + len(nodes)  # a node stands as deep in its tree as it has others before it
+        first = 0 if window is None else max(end - window, 0)
+        seen = torch.cat([torch.arange(first, max(before, first)), before + nodes])
+        positions = seen[seen >= first].to(query.device)
         slots = table[rows[request]][positions // page_size] * page_size + positions % page_size
         key, value = (cache[slots].double().repeat_interleave(group, 1) for cache in (keys, values))
         asked = query[request * width + index].double()
@@ -102,6 +106,31 @@ def test_paged_attention_reads_what_each_token_sees_and_nothing_else(parts, widt
     keys[~seen], values[~seen] = float("nan"), float("nan")  # P53: what is not seen is not even read
     out = torch.full_like(query, float("nan"))
     paged_attention(query, keys, values, table, rows, lens, out, parts=parts, **sizes)
+    assert torch.allclose(out.double(), right, rtol=1e-4, atol=1e-5)
+
+
+TREE = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("parts", [1, 5])
+@pytest.mark.parametrize("window", [None, 7])
+def test_paged_attention_of_a_tree_sees_the_way_to_the_root(parts, window):
+    torch.manual_seed(0)
+    heads, kv_heads, dim, page_size, pages, width = 6, 2, 20, 4, 50, 5
+    keys = random((3 * pages + 1) * page_size, kv_heads, dim)
+    values = torch.randn_like(keys)
+    table = torch.randperm(3 * pages, device=DEVICE).view(3, pages) + 1
+    table = torch.cat([torch.zeros_like(table[:1]), table])
+    rows, lens = torch.tensor([2, 1, 3], device=DEVICE), torch.tensor([width, 117, 131], device=DEVICE)
+    chain = torch.ones(width, width).tril()
+    tree = torch.stack([torch.tensor(TREE).float(), chain, torch.tensor(TREE).float()]).bool().to(DEVICE)
+    sizes = {"page_size": page_size, "width": width, "window": window, "tree": tree}
+    query, out = (
+        random(3 * width, heads, dim),
+        torch.full((3 * width, heads, dim), float("nan"), device=DEVICE),
+    )
+    paged_attention(query, keys, values, table, rows, lens, out, parts=parts, **sizes)
+    right = spelt_out(query, keys, values, table, rows, lens, **sizes)
     assert torch.allclose(out.double(), right, rtol=1e-4, atol=1e-5)
 
 

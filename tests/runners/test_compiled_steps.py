@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
 
 from cglab.graphs.out_forms import same_bits
-from cglab.models.compiled import Compiled, nothing_compiled, regions, torch_kernels
+from cglab.models.compiled import Compiled, nothing_compiled
 from cglab.models.decoder import Portable
 from cglab.models.ops import use_ops
+from cglab.models.regions import regions, torch_kernels
 
 from .conftest import World
 
@@ -26,7 +27,7 @@ class Uncompiled(Compiled):
 
     def __init__(self, config):
         super().__init__(config, backend="eager", kernels=torch_kernels())
-        self._enter, self._leave, self._finish = regions(config, torch_kernels())
+        self._regions = regions(config, torch_kernels())
 
 
 class CompiledWorld(World):

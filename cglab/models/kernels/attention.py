@@ -20,9 +20,10 @@ BLOCK, WARPS, STAGES = 32, 4, 3
 
 
 @triton.jit
-def _part(query, keys, values, table, rows, lens, parts_out, parts_log, out, scale, pages, KV: tl.constexpr,
+def _part(query, keys, values, table, rows, lens, tree, parts_out, parts_log, out, scale, pages, KV: tl.constexpr,
           GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-          PAGE: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+          NODES: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
     request, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     parts = tl.num_programs(2)
     length = tl.load(lens + request).to(tl.int32)
@@ -40,6 +41,14 @@ def _part(query, keys, values, table, rows, lens, parts_out, parts_log, out, sca
     where = (token * (KV * GROUP) + heads)[:, None] * DIM + place[None, :]
     asked = tl.load(query + where, mask=real, other=0.0)
     end = length - WIDTH + 1 + asks // GROUP  # the first position that a row does not see
+    if (
+        NODES
+    ):  # of a tree: what a row sees of the new tokens is told node by node, and how many gives its depth
+        node = tl.arange(0, NODES)
+        sees = tree + (token * WIDTH)[:, None]
+        known = (asks < GROUP * WIDTH)[:, None] & (node < WIDTH)[None, :]
+        depths = tl.load(sees + node[None, :], mask=known, other=0).to(tl.int32)
+        end = length - WIDTH + tl.sum(depths, 1)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     held = tl.zeros([QUERIES, D], tl.float32)
@@ -56,6 +65,11 @@ def _part(query, keys, values, table, rows, lens, parts_out, parts_log, out, sca
         seen = inside[None, :] & (position[None, :] < end[:, None])
         if WINDOW:
             seen = seen & (position[None, :] >= end[:, None] - WINDOW)
+        if NODES:
+            among = position - (length - WIDTH)
+            known = (asks < GROUP * WIDTH)[:, None] & ((among >= 0) & inside)[None, :]
+            linked = tl.load(sees + among[None, :], mask=known, other=0).to(tl.int32) > 0
+            seen = (seen & (among < 0)[None, :]) | linked
         score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
@@ -115,6 +129,7 @@ def paged_attention(
     page_size: int,
     width: int = 1,
     window: int | None = None,
+    tree: Tensor | None = None,
 ) -> None:
     """Attends to the paged cache of one layer.
 
@@ -130,6 +145,7 @@ def paged_attention(
         page_size: tokens of a page.
         width: new tokens of each request.
         window: positions that a query sees, its own included; None for all before it.
+        tree: [requests, width, width] bool, the new tokens that each of them sees; None for those before it.
     """
     tokens, heads, dim = query.shape
     kv, requests = keys.shape[1], tokens // width
@@ -140,10 +156,14 @@ def paged_attention(
     parts_log = torch.empty((lines,), device=query.device, dtype=torch.float32)
     # At least 16 rows: a matrix unit takes no fewer.
     queries = max(16, triton.next_power_of_2(group * width))
+    nodes = 0 if tree is None else triton.next_power_of_2(width)
+    links = (
+        request_rows if tree is None else tree.view(torch.uint8)
+    )  # without a tree anything: it is not read
     _part[(requests, kv, parts)](
-        query, keys, values, page_table, request_rows, seq_lens, parts_out, parts_log, out,
-        LOG2_E / dim**0.5, page_table.shape[1], kv, group, queries, dim, padded_dim, width, page_size, window or 0,
-        parts > 1, BLOCK if parts > 1 else 2 * BLOCK, num_warps=WARPS, num_stages=STAGES,
+        query, keys, values, page_table, request_rows, seq_lens, links, parts_out, parts_log, out,
+        LOG2_E / dim**0.5, page_table.shape[1], kv, group, queries, dim, padded_dim, width, nodes, page_size,
+        window or 0, parts > 1, BLOCK if parts > 1 else 2 * BLOCK, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if parts > 1:
         _join[(tokens, heads)](
