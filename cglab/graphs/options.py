@@ -61,7 +61,7 @@ class Options:
         clone: hand out copies instead of views.
         debug: hand out views that refuse to be read once they are stale (B20).
         strict: raise when a capture fails, instead of running eager with the reason.
-        kill_switch: the environment variable that set the backend to eager, if one did.
+        kill_switch: what switched this capture off, such as ``CGLAB_DISABLE_SEED_GRAPH=1``; the backend is then eager.
     """
 
     backend: str = "full"
@@ -76,11 +76,13 @@ class Options:
     debug: bool = False
     strict: bool = False
     after_warmup: Callable[[], None] | None = None
-    kill_switch: str | None = None
+    kill_switch: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kill_switch:
+            self.backend = "eager"
 
     @property
     def why_eager(self) -> Miss:
-        """Why steps on the eager backend run eager: it was asked for, or a variable switched the capture off."""
-        if self.kill_switch is None:
-            return Miss(Reason.BACKEND_EAGER)
-        return Miss(Reason.KILL_SWITCH, f"{self.kill_switch}=1")
+        """Why nothing is captured on the eager backend."""
+        return Miss(Reason.KILL_SWITCH, self.kill_switch) if self.kill_switch else Miss(Reason.BACKEND_EAGER)
