@@ -134,7 +134,7 @@ class Bench:
         assert len(set(written)) == len(written), "two requests write one slot"
         assert all(chunk.request.row for chunk in batch.chunks)
         seen = [self.read(chunk) for chunk in batch.chunks]
-        return [next_token(tokens) for chunk, tokens in zip(batch.chunks, seen, strict=True) if chunk.last]
+        return [[next_token(tokens)] for chunk, tokens in zip(batch.chunks, seen, strict=True) if chunk.last]
 
     def write(self, chunk):
         request, size = chunk.request, self.layout.page_size
