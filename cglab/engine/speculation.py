@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from cglab.errors import InputError
 
@@ -48,7 +49,8 @@ class Speculation:
             return
         if self.topk > 1:
             raise InputError("a tree need not be as deep as pinned wants; pin acceptance with topk=1")
-        if isinstance(self.pinned, bool) or not 1 <= self.pinned <= self.steps + 1:
+        real = isinstance(self.pinned, Real) and not isinstance(self.pinned, bool)
+        if not (real and 1 <= self.pinned <= self.steps + 1):
             raise InputError(
                 f"a verify pass of {self.steps} steps commits 1 to {self.steps + 1} tokens, "
                 f"pinned={self.pinned!r}; give a mean within"

@@ -35,7 +35,7 @@ TEMPERATURES = Input(
 """Temperatures, of which the self-check draws half greedy."""
 
 
-class DecodeRunner(RequestRunner):
+class DecodeRunner(RequestRunner[Decoder]):
     """The decode step of one model over one cache.
 
     Args:
@@ -47,7 +47,7 @@ class DecodeRunner(RequestRunner):
         sampling: draw the next token by each request's temperature and seed, instead of the most likely one.
     """
 
-    technique = "decode"
+    technique, title = "decode", "decode"
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class DecodeRunner(RequestRunner):
         *,
         sampling: bool = False,
     ) -> None:
-        self.model, self.sampling = model, sampling
+        self.sampling = sampling
         # A form of its own and not a branch on temperatures, which would freeze at their first values (P2, P37).
         self.variant = "sampling" if sampling else None
         super().__init__(model, kv, group, buckets, options, {"model": model})
@@ -80,8 +80,8 @@ class DecodeRunner(RequestRunner):
         Returns:
             Next token ids [requests] int64, and logits [requests, vocabulary] in the model's dtype.
         """
-        attention = self.attend(self.model.body.name, inputs)
-        logits = self.model.logits(self.model(inputs["input_ids"], inputs["positions"], attention))
+        hidden = self.model(inputs["input_ids"], inputs["positions"], self.attend(inputs))
+        logits = self.model.logits(hidden)
         if self.sampling:
             return sample(logits, inputs["temperatures"], inputs["seeds"], inputs["positions"]), logits
         return logits.argmax(-1), logits

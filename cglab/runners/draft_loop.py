@@ -12,7 +12,6 @@ qualify for the seed step's graph. Each of these runs eager, or is refused, with
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,9 +27,7 @@ from cglab.models.draft_tree import Draft
 from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup
 from cglab.runners.requests import Input, real, whole
-from cglab.runners.seed_step import DraftRunner, SeedRunner
-
-log = logging.getLogger("cglab.runners")
+from cglab.runners.seed_step import DraftRunner
 
 
 class DraftLoopRunner(DraftRunner):
@@ -51,8 +48,7 @@ class DraftLoopRunner(DraftRunner):
         InputError: if a draft of so many steps and branches does not have so many tokens.
     """
 
-    technique = "draft_loop"
-    tokens_at = 2
+    technique, title, tokens_at = "draft_loop", "frozen-KV MTP draft", 2
 
     def __init__(
         self,
@@ -81,7 +77,7 @@ class DraftLoopRunner(DraftRunner):
         if self.fused:
             return self.seed()
         best = {"topk_p": real(torch.float32, self.topk), "topk_index": whole(0, self.vocabulary, self.topk)}
-        return {**best, "hidden": self.hidden(), **self.prefix()}
+        return {**best, "hidden": self.hidden(), **self.requests()}
 
     def ineligible(self, values: Mapping[str, Tensor]) -> Miss | None:
         """See ``DraftRunner``.
@@ -110,37 +106,18 @@ class DraftLoopRunner(DraftRunner):
                 int64; fused those of ``SeedRunner.step``.
         """
         if self.fused:
-            seed = self.frozen(inputs)
+            prefix = self.frozen(inputs)
             p, index, hidden = self.draft(
-                inputs["input_ids"], inputs["hidden"], seed, inputs.get("embeddings")
+                inputs["input_ids"], inputs["hidden"], prefix, inputs.get("embeddings")
             )
         else:
             p, index, hidden = inputs["topk_p"], inputs["topk_index"], inputs["hidden"]
         levels = [draft_tree.first_candidates(p, index)]
-        if self.steps > 1:
-            prefix = self.frozen(inputs, repeats=index.shape[1], live=self.branches)
+        if self.steps > 1 and not (
+            self.fused and self.topk == 1
+        ):  # one row of a request sees what the seed sees
+            prefix = self.frozen(inputs, repeats=self.topk, live=self.branches)
         for _ in range(1, self.steps):
             p, index, hidden = self.draft(*draft_tree.next_inputs(levels[-1], hidden), prefix)
             levels.append(draft_tree.next_candidates(levels[-1], p, index))
         return draft_tree.organize(levels, self.tokens - 1)
-
-
-def capture_draft(loop: DraftLoopRunner, seed: SeedRunner | None = None) -> None:
-    """Captures what drafts, and logs it as S0's server does.
-
-    Args:
-        loop: the draft loop.
-        seed: the seed step, where it has a graph of its own.
-    """
-    log.info("Capture frozen-KV MTP draft graph begin (%s).", loop.backend)
-    loop.capture()
-    if seed is not None:
-        log.info("Capture frozen-KV MTP seed graph begin (%s).", seed.backend)
-        seed.capture()
-        log.info(
-            "Capture frozen-KV MTP seed graph end (captured %d batch sizes).",
-            len(seed.captured.captured_sizes),
-        )
-    log.info(
-        "Capture frozen-KV MTP draft graph end (captured %d batch sizes).", len(loop.captured.captured_sizes)
-    )

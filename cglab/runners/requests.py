@@ -1,18 +1,19 @@
 """What the phases share whose unit is a request: decode, verify, and the steps of a draft.
 
-Such a phase states its static inputs once, each with its padding and with what the self-check draws for it, and slots
-and self-check follow. Live is a number of requests: how many tokens or branches each has is the phase's width, which
+Such a phase declares its static inputs, each with its padding and with what the self-check draws for it; slots and
+self-check follow. Live is a number of requests: how many tokens or branches each has is the phase's width, which
 is part of the slots and of no count (P9). Padded requests point at the reserved row 0, store to the reserved slot 0,
 and are as long as a step is wide, so that attention has something to read (P12).
 """
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,10 @@ from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.models.ops import DECODE_ATTENTION
 from cglab.runners.base import GraphGroup, Runner, distinct_slots, window_inputs
+
+log = logging.getLogger("cglab.runners")
+
+Model = TypeVar("Model", Decoder, Assistant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ def real(dtype: torch.dtype, *columns: int) -> Input:
     return Input(slot, lambda shape, generator: torch.rand(shape, generator=generator))
 
 
-class RequestRunner(Runner[int]):
+class RequestRunner(Runner[int], Generic[Model]):
     """A phase over one paged cache whose unit is a request.
 
     Args:
@@ -68,16 +73,18 @@ class RequestRunner(Runner[int]):
         width: tokens of each request.
 
     Attributes:
+        title: what a capture is called in the log.
+        tokens_at: the place of the token ids among the outputs.
         live: how many requests attention's breaks see.
         declared: static inputs by name.
-        tokens_at: the place of the token ids among the outputs.
     """
 
-    tokens_at = 0
+    title: ClassVar[str]
+    tokens_at: ClassVar[int] = 0
 
     def __init__(
         self,
-        model: Decoder | Assistant,
+        model: Model,
         kv: PagedKV,
         group: GraphGroup,
         buckets: Sequence[int],
@@ -86,6 +93,7 @@ class RequestRunner(Runner[int]):
         *,
         width: int = 1,
     ) -> None:
+        self.model: Model = model
         self.kv, self.width, self.live = kv, width, LiveRows()
         self.vocabulary = model.config.vocab_size
         self.declared = self.declare()
@@ -96,23 +104,19 @@ class RequestRunner(Runner[int]):
     def declare(self) -> dict[str, Input]:
         """The phase's static inputs, in the order of ``inputs``."""
 
-    def prefix(self) -> dict[str, Input]:
-        """Where the requests are, and how long: what every phase reads."""
-        longest = len(self.kv.context_positions)
+    def requests(self) -> dict[str, Input]:
+        """Rows and lengths of the requests: what every phase reads."""
         return {
             "request_rows": whole(0, len(self.kv.full.page_table)),
-            "seq_lens": whole(self.width, longest + 1, pad=self.width),
+            "seq_lens": whole(self.width, len(self.kv.context_positions) + 1, pad=self.width),
         }
 
     def stores(self) -> dict[str, Input]:
-        """Where a phase stores its keys and values, between which ``prefix`` stands."""
+        """The same of a phase that stores keys and values, with the slots of each pool that they go to."""
         names = ("out_slots", *window_inputs(self.kv))
         slot = Slot(shape=(-1,), dtype=torch.int64, pad=0, width=self.width)
-        out = {
-            name: Input(slot, partial(distinct_slots, pool))
-            for name, pool in zip(names, self.kv.pools, strict=True)
-        }
-        return {"out_slots": out["out_slots"], **self.prefix(), **out}
+        pools = zip(names, self.kv.pools, strict=True)
+        return {name: Input(slot, partial(distinct_slots, pool)) for name, pool in pools} | self.requests()
 
     def slots(self) -> dict[str, Slot]:
         """See ``Runner``."""
@@ -124,19 +128,19 @@ class RequestRunner(Runner[int]):
             view.copy_(self.declared[name].draw(tuple(view.shape), generator))
 
     def attend(
-        self, body: str, inputs: Mapping[str, Tensor], *, live: LiveRows | None = None, **step: Any
+        self, inputs: Mapping[str, Tensor], *, live: LiveRows | None = None, **step: Any
     ) -> DecodeStep:
-        """Attention of a step, frozen where the phase stores nothing.
+        """Attention of a step; frozen where the phase stores nothing.
 
         Args:
-            body: the form in which the model computes.
-            inputs: with the slots of ``prefix``, and of ``stores`` if it stores.
-            live: the breaks' own count of rows, where these are no requests.
+            inputs: ``requests``, or ``stores``.
+            live: how many rows the breaks see, where these are no requests.
             **step: width and tree, as ``DecodeStep`` takes them.
         """
-        named = ("request_rows", "seq_lens", "out_slots", "window_out_slots")
-        step |= {name: inputs[name] for name in named if name in inputs}
-        return DECODE_ATTENTION[body](self.kv, live=live or self.live, **step)
+        for name in ("request_rows", "seq_lens", "out_slots", "window_out_slots"):
+            if name in inputs:
+                step[name] = inputs[name]
+        return DECODE_ATTENTION[self.model.body.name](self.kv, live=live or self.live, **step)
 
     def width_of(self, values: Mapping[str, Tensor]) -> int:
         """Tokens that each request of a step brings."""
@@ -161,6 +165,13 @@ class RequestRunner(Runner[int]):
     def prepare(self, views: dict[str, Tensor]) -> None:
         """Pad values are valid inputs: every request is at the reserved row, as long as a step is wide."""
         self.set_live(views["request_rows"].shape[0])
+
+    def capture(self) -> None:
+        """See ``Runner``; logged as a server does."""
+        log.info("Capture %s graph begin.", self.title)
+        super().capture()
+        sizes = len(self.captured.captured_sizes)
+        log.info("Capture %s graph end (captured %d batch sizes).", self.title, sizes)
 
     def check(self, output: Any) -> None:
         """Refuses token ids that the vocabulary does not have, before anything is looked up with them (B73).

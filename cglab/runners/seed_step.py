@@ -42,7 +42,7 @@ class Prefix(NamedTuple):
     positions: Tensor
 
 
-class DraftRunner(RequestRunner):
+class DraftRunner(RequestRunner[Assistant]):
     """Steps of an assistant over its target's cache.
 
     Args:
@@ -72,18 +72,18 @@ class DraftRunner(RequestRunner):
     ) -> None:
         if not 1 <= topk <= assistant.config.vocab_size:
             raise InputError(f"topk {topk} is none; give 1 to {assistant.config.vocab_size}")
-        self.assistant, self.topk = assistant, topk
+        self.topk = topk
         borrowed = ["target.embedding", "target.rotary"] + ["target.head"] * (assistant.head is None)
         watched = {name: partial(attrgetter(name), assistant) for name in borrowed}
         super().__init__(assistant, kv, group, buckets, options, {"assistant": assistant, **watched})
 
     def hidden(self) -> Input:
         """A hidden state of the target's width for each request."""
-        return real(self.assistant.pre.weight.dtype, self.assistant.config.backbone_size)
+        return real(self.model.pre.weight.dtype, self.model.config.backbone_size)
 
     def seed(self) -> dict[str, Input]:
         """What the first step reads: the newest token, and the target's hidden state before it."""
-        return {"input_ids": whole(0, self.vocabulary), "hidden": self.hidden(), **self.prefix()}
+        return {"input_ids": whole(0, self.vocabulary), "hidden": self.hidden(), **self.requests()}
 
     def ineligible(self, values: Mapping[str, Tensor]) -> Miss | None:
         """Callers with embeddings or several axes of positions do not qualify for a recording."""
@@ -104,14 +104,12 @@ class DraftRunner(RequestRunner):
             repeats: rows of each request.
             live: how many of all rows attention's breaks see, where these are no requests.
         """
-        rows = {name: inputs[name].repeat_interleave(repeats) for name in self.prefix()}
+        rows = {name: inputs[name] for name in ("request_rows", "seq_lens")}
         positions = inputs.get("positions")
-        if positions is None:
-            positions = (inputs["seq_lens"] - 1).clamp_min(0)
-        attend = self.attend(self.assistant.body.name, rows, live=live)
-        return Prefix(
-            FrozenAttention(attend, self.assistant.layers), positions.repeat_interleave(repeats, dim=-1)
-        )
+        rows["positions"] = (rows["seq_lens"] - 1).clamp_min(0) if positions is None else positions
+        if repeats > 1:
+            rows = {name: value.repeat_interleave(repeats, dim=-1) for name, value in rows.items()}
+        return Prefix(FrozenAttention(self.attend(rows, live=live), self.model.layers), rows["positions"])
 
     def draft(
         self, input_ids: Tensor, hidden: Tensor, prefix: Prefix, embeddings: Tensor | None = None
@@ -128,9 +126,7 @@ class DraftRunner(RequestRunner):
             Probabilities [rows, k] float32, descending; their tokens [rows, k] int64; hidden states
             [rows, backbone_size].
         """
-        logits, hidden = self.assistant(
-            input_ids, hidden, prefix.positions, prefix.attend, embeddings=embeddings
-        )
+        logits, hidden = self.model(input_ids, hidden, prefix.positions, prefix.attend, embeddings=embeddings)
         probabilities = logits.softmax(-1, dtype=torch.float32)
         best = probabilities.max(-1, keepdim=True) if self.topk == 1 else probabilities.topk(self.topk)
         return best[0], best[1], hidden
@@ -139,7 +135,7 @@ class DraftRunner(RequestRunner):
 class SeedRunner(DraftRunner):
     """The seed step in a graph of its own; see ``DraftRunner``."""
 
-    technique = "seed_step"
+    technique, title = "seed_step", "frozen-KV MTP seed"
 
     def declare(self) -> dict[str, Input]:
         """See ``seed``."""

@@ -53,7 +53,7 @@ class Verified(NamedTuple):
         return self.states
 
 
-class VerifyRunner(RequestRunner):
+class VerifyRunner(RequestRunner[Decoder]):
     """The verify step of one model over one cache.
 
     Args:
@@ -68,7 +68,7 @@ class VerifyRunner(RequestRunner):
         hidden: whether hidden states are handed out; a draft that does without them saves their copy.
     """
 
-    technique = "verify"
+    technique, title = "verify", "target verify"
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class VerifyRunner(RequestRunner):
         steps: int,
         hidden: bool = True,
     ) -> None:
-        self.model, self.topk, self.parents, self.hidden = model, topk, (steps - 1) * topk + 1, hidden
+        self.topk, self.parents, self.hidden = topk, (steps - 1) * topk + 1, hidden
         super().__init__(model, kv, group, buckets, options, {"model": model}, width=width)
 
     def declare(self) -> dict[str, Input]:
@@ -109,7 +109,6 @@ class VerifyRunner(RequestRunner):
             tree = draft_tree.ancestors(inputs["parent_list"], inputs["top_scores_index"], self.topk)
             depth = tree.sum(-1) - 1
         positions = (inputs["seq_lens"].unsqueeze(1) - width + depth).flatten()
-        attention = self.attend(self.model.body.name, inputs, width=width, tree=tree)
-        hidden = self.model(inputs["input_ids"], positions, attention)
+        hidden = self.model(inputs["input_ids"], positions, self.attend(inputs, width=width, tree=tree))
         logits = self.model.logits(hidden)
         return Verified(logits.argmax(-1), logits, hidden if self.hidden else None)

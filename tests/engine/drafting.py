@@ -124,8 +124,9 @@ class Models:
     """
 
     def __init__(self, device, *, windowed=False, pages=65, rows=9, max_context=64):
-        config = replace(WINDOWED if windowed else CONFIG, max_position=64)
-        self.target = random_model(config, device=device, dtype=torch.float32, seed=0)
+        # Not tied: random targets that are repeat one token, which a wrong cache would not change.
+        config = replace(WINDOWED if windowed else CONFIG, tie_embeddings=False)
+        self.target = random_model(config, device=device, dtype=torch.float32, seed=1)
         self.kv = PagedKV(
             config, pages=pages, page_size=4, rows=rows, max_context=max_context, device=device, dtype=torch.float32,
             window_pages=pages if windowed else None,
@@ -134,7 +135,9 @@ class Models:
         shape = AssistantConfig(
             config.vocab_size, config.hidden_size, 16, 24, kinds, num_heads=4, num_kv_heads=2, head_dim=8
         )
-        self.assistant = Assistant(shape, device=device, dtype=torch.float32).requires_grad_(requires_grad=False)
+        self.assistant = Assistant(shape, device=device, dtype=torch.float32).requires_grad_(
+            requires_grad=False
+        )
         fill_randomly(self.assistant, len(kinds), 1)
         self.assistant.bind(self.target)
 
