@@ -77,7 +77,8 @@ class Speculator:
         """The runners in use, by technique."""
         seed = self.phases.seed_step()
         others: dict[str, Runner[int]] = {
-            "draft_loop": self.phases.draft_loop(), "verify": self.phases.verify()
+            "draft_loop": self.phases.draft_loop(),
+            "verify": self.phases.verify(),
         }
         return others if seed is None else {"seed_step": seed, **others}
 
@@ -117,7 +118,7 @@ class Speculator:
         requests, width = batch.requests, self.speculation.width
         chunks = [Chunk(request, request.computed, width, last=True) for request in requests]
         newest = {
-            "newest": np.array([request.tokens[-1] for request in requests], np.int64),
+            "newest": np.array([request.output[-1] for request in requests], np.int64),
             "cached": np.array([request.computed for request in requests], np.int64),
         }
         names = ("request_rows", "seq_lens", "out_slots", *window_inputs(self.kv))
