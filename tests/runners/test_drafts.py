@@ -31,7 +31,7 @@ def also(shared):
     """Makes runners of another phase over a shared world, and closes them."""
     made = []
 
-    def make(one, phase, options, buckets=(2, 4)):
+    def make(one, phase, options, buckets=(4,)):
         made.append(one.another(phase, buckets, options))
         made[-1].capture()
         return made[-1]
@@ -54,10 +54,11 @@ def test_the_fused_form_is_the_seed_step_and_then_the_loop(shared, also, backend
     assert all(map(same_bits, fused.runner.run(3, **values), apart))
 
 
+@backends
 @branches
-def test_the_loop_is_a_plain_draft_of_one_request_after_the_other(shared, topk):
+def test_p09_the_loop_is_a_plain_draft_of_one_request_after_the_other(shared, backend, topk):
     """Beam search spelt out: forward by forward, one row at a time, over the assistant itself."""
-    one = shared("fused", "full", topk=topk)
+    one = shared("fused", backend, topk=topk)
     committed = [9, 5, 2]
     values = one.inputs(committed)
     draft = one.runner.run(3, **values)
@@ -133,7 +134,7 @@ def test_the_eager_seed_step_is_the_assistant_and_nothing_else(shared):
     assert same_bits(hidden, after) and same_bits(p, best.values) and same_bits(index, best.indices)
 
 
-def test_the_kill_switch_captures_nothing_and_says_so(shared, also, caplog):
+def test_the_kill_switch_captures_nothing_and_says_so(shared, also):
     one = shared("seed", "full")
     off = also(one, "seed", Options("full", kill_switch=SWITCH))
     values = one.inputs([5, 4])
@@ -222,7 +223,7 @@ def test_captures_are_logged_as_a_server_does(shared, also, caplog):
     one = shared("seed", "full")
     with caplog.at_level(logging.INFO, logger="cglab.runners"):
         for phase in ("loop", "seed"):
-            also(one, phase, options_for("full"))
+            also(one, phase, options_for("full"), (1, 2))
     assert [record.getMessage() for record in caplog.records if record.name == "cglab.runners"] == [
         "Capture frozen-KV MTP draft graph begin.",
         "Capture frozen-KV MTP draft graph end (captured 2 batch sizes).",
