@@ -158,6 +158,17 @@ def test_any_draft_gives_the_tokens_and_the_state_of_plain_decoding(
         assert max(accepted.passes) > 1, "and nodes were moved"
 
 
+@pytest.mark.parametrize("speculation", [Speculation(3), Speculation(3, 3)], ids=str)
+def test_b47_the_first_draft_after_a_prompt_of_one_token(bench, speculation):
+    """One token in the cache is all that there is to attend to; and a request of one token never drafts."""
+    wanted = bench().engine().generate([[4], [9]], [3, 1]).tokens
+    engine = bench(buckets=(2,)).engine(speculation, backend="full", seed="graph")
+    got = engine.generate([[4], [9]], [3, 1])
+    assert got.tokens == wanted
+    assert got.accepted.passes.total() == got.speculation["seed_step"].captured in (1, 2)
+    assert got.accepted.completions.total() == 1
+
+
 @pytest.mark.filterwarnings("ignore:.* different sizes ran eager")
 def test_b72_a_shrinking_batch_equals_plain_decoding_at_every_size(bench):
     prompts = [[1 + i, 2 + i * i % 40] for i in range(32)]
@@ -165,7 +176,7 @@ def test_b72_a_shrinking_batch_equals_plain_decoding_at_every_size(bench):
     sizes = {"rows": 33, "pages": 33 * 12}
     wanted = bench(**sizes).engine(budget=64).generate(prompts, limits)
     for speculation, buckets in ((Speculation(3), (1, 2, 4, 8)), (Speculation(2, 3), (1, 2, 4, 8, 16, 32))):
-        engine = bench(**sizes, buckets=buckets).engine(speculation, backend="full", budget=64)
+        engine = bench(**sizes, buckets=buckets).engine(speculation, backend="full", seed="graph", budget=64)
         got = engine.generate(prompts, limits)
         assert got.tokens == wanted.tokens
         batches = got.timings.step_batches
