@@ -118,7 +118,7 @@ class Speculator:
         requests, width = batch.requests, self.speculation.width
         chunks = [Chunk(request, request.computed, width, last=True) for request in requests]
         newest = {
-            "newest": np.array([request.tokens[-1] for request in requests], np.int64),
+            "newest": np.array([request.output[-1] for request in requests], np.int64),
             "cached": np.array([request.computed for request in requests], np.int64),
         }
         names = ("request_rows", "seq_lens", "out_slots", *window_inputs(self.kv))

@@ -1,4 +1,4 @@
-"""Engines that speculate: the runners on a small target and assistant, and a draft that knows what will be said."""
+"""Engines that speculate, on a small target and assistant; and a draft that knows what will be said."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from cglab.engine.engine import Engine
 from cglab.engine.speculator import Speculator
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
+from cglab.lab.drafting import Drafting
 from cglab.lab.phases import LabPhases
 from cglab.lab.techniques import Captures
 from cglab.models import draft_tree
@@ -16,47 +17,7 @@ from cglab.models.assistant import Assistant, AssistantConfig
 from cglab.models.kv import PagedKV
 from cglab.models.loading import fill_randomly, random_model
 from cglab.runners.base import GraphGroup
-from cglab.runners.draft_loop import DraftLoopRunner
-from cglab.runners.seed_step import SeedRunner
-from cglab.runners.verify import VerifyRunner
 from tests.runners.conftest import CONFIG, WINDOWED
-
-BACKENDS = {"graph": "full", "eager": "eager"}
-
-
-class DraftRunners:
-    """The runners of one speculation, made when first asked for."""
-
-    def __init__(self, models, group, buckets, speculation, *, seed="graph", backend="full"):
-        self.models, self.group, self.buckets, self.speculation = models, group, buckets, speculation
-        self.seed, self.backend, self.made = seed, backend, {}
-
-    def _runner(self, kind, model, backend, **sizes):
-        if kind not in self.made:
-            options = Options(strict=True, backend=backend)
-            runner = kind(model, self.models.kv, self.group, self.buckets, options, **sizes)
-            runner.capture()
-            self.made[kind] = runner
-        return self.made[kind]
-
-    def verify(self):
-        size = self.speculation
-        return self._runner(
-            VerifyRunner, self.models.target, self.backend, width=size.width, topk=size.topk, steps=size.steps
-        )
-
-    def draft_loop(self):
-        size = self.speculation
-        return self._runner(
-            DraftLoopRunner, self.models.assistant, self.backend, steps=size.steps, topk=size.topk,
-            tokens=size.width, fused=self.seed == "fused",
-        )  # fmt: skip
-
-    def seed_step(self):
-        if self.seed == "fused":
-            return None
-        backend = BACKENDS[self.seed] if self.backend != "eager" else "eager"
-        return self._runner(SeedRunner, self.models.assistant, backend, topk=self.speculation.topk)
 
 
 class Prophet:
@@ -111,10 +72,16 @@ class Prophet:
         return tokens
 
 
-class Foretold(DraftRunners):
-    """Runners whose loop is a ``Prophet``."""
+class Foretold:
+    """A lab's runners with a ``Prophet`` for a loop.
 
-    prophet = None
+    Args:
+        phases: of the lab.
+        prophet: the loop.
+    """
+
+    def __init__(self, phases, prophet):
+        self.verify, self.seed_step, self.prophet = phases.verify, phases.seed_step, prophet
 
     def draft_loop(self):
         return self.prophet
@@ -164,37 +131,33 @@ class Models:
 
 
 class Bench:
-    """Makes engines over one set of models, plain and speculating, and closes their runners."""
+    """Makes engines over models of one kind, plain and speculating, and closes their runners."""
 
     def __init__(self, device, *, buckets=(1, 2, 4, 8), **sizes):
-        self.device, self.buckets, self.sizes = device, buckets, sizes
-        self.made, self.models = [], None
+        self.device, self.buckets, self.sizes, self.made = device, buckets, sizes, []
 
-    def engine(self, speculation=None, *, backend="eager", seed="graph", draft=None, budget=16, **policy):
+    def engine(self, speculation=None, *, backend="eager", seed="eager", draft=None, budget=16, **policy):
         """An engine on a cache of its own; ``draft`` is the outputs and the column of a ``Prophet``."""
-        self.models = models = Models(self.device, **self.sizes)
-        group, captures = GraphGroup(self.device), Captures()
+        models, group, captures = Models(self.device, **self.sizes), GraphGroup(self.device), Captures()
         captures.decode = captures.prefill = "eager"
+        captures.verify = captures.draft_loop = backend
+        captures.seed_step = seed
         phases = LabPhases(
             models.target, models.kv, group, captures, buckets=self.buckets, prefill_buckets=(16,),
-            options=Options(strict=True),
+            options=Options(strict=True), drafting=speculation and Drafting(models.assistant, speculation),
         )  # fmt: skip
-        options, speculator = SchedulerOptions(budget, **policy), None
-        self.made.append(phases)
-        if speculation:
-            kind = Foretold if draft else DraftRunners
-            runners = kind(models, group, self.buckets, speculation, seed=seed, backend=backend)
-            if draft:
-                runners.prophet = Prophet(speculation, *draft)
-            speculator = Speculator(models.target, models.assistant, models.kv, runners, speculation)
-            speculator.hidden.fill_(float("nan"))  # a state that was not written is told
-            self.made += [runners]
+        self.made += [phases, group]
+        options = SchedulerOptions(budget, **policy)
+        if not speculation:
+            return Engine(models.target, models.kv, phases, options)
+        runners = Foretold(phases, Prophet(speculation, *draft)) if draft else phases
+        speculator = Speculator(models.target, models.assistant, models.kv, runners, speculation)
+        speculator.hidden.fill_(float("nan"))  # a state that was not written is told
         engine = Engine(models.target, models.kv, phases, options, speculator)
         if draft:
             runners.prophet.engine = engine
         return engine
 
     def close(self):
-        for made in self.made:
-            for runner in made.made.values() if isinstance(made, DraftRunners) else [made]:
-                runner.close()
+        for each in self.made:
+            each.close()

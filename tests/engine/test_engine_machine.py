@@ -24,6 +24,7 @@ from cglab.engine.speculation import Speculation
 from cglab.engine.speculator import Speculator
 from cglab.errors import InputError
 from cglab.graphs.options import Options
+from cglab.lab.drafting import Drafting
 from cglab.lab.phases import LabPhases
 from cglab.lab.techniques import Captures
 from cglab.models.config import ModelConfig
@@ -32,9 +33,7 @@ from cglab.models.loading import random_model
 from cglab.models.sampling import sample
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.base import GraphGroup
-from cglab.runners.draft_loop import DraftLoopRunner
-from cglab.runners.verify import VerifyRunner
-from tests.engine.drafting import DraftRunners, Prophet, assistant_of
+from tests.engine.drafting import Foretold, Prophet, assistant_of
 
 VOCABULARY, PAGE, ROOM, LARGEST_BUDGET = 53, 4, 32, 16
 SHAPE = {
@@ -75,24 +74,23 @@ class World:
             pool.page_table[1] = torch.arange(1, 1 + ROOM // PAGE)
         self.group, captures = GraphGroup(device), Captures()
         captures.decode, captures.prefill = decode, prefill
+        self.speculation, self.assistant = speculation, assistant_of(self.model)
+        self.room = ROOM - (speculation.lookahead if speculation else 0)
         self.phases = LabPhases(
             self.model, self.kv, self.group, captures, buckets=(1, 2, 4, 8), prefill_buckets=(4, 8, 16),
-            options=Options(strict=True),
+            options=Options(strict=True), drafting=speculation and Drafting(self.assistant, speculation),
         )  # fmt: skip
-        self.speculation, self.drafts, self.room = speculation, None, ROOM
-        if speculation:
-            self.target, self.assistant = self.model, assistant_of(self.model)
-            self.drafts = DraftRunners(self, self.group, (1, 2, 4, 8), speculation, backend=decode)
-            self.room -= speculation.lookahead
 
     def engine(self, options):
         """A fresh one; with a tree its drafts are often right, with a chain the assistant's own."""
         if not self.speculation:
             return Engine(self.model, self.kv, self.phases, options)
-        speculator = Speculator(self.model, self.assistant, self.kv, self.drafts, self.speculation)
+        guide = Guide(self) if self.speculation.topk > 1 else None
+        runners = Foretold(self.phases, guide) if guide else self.phases
+        speculator = Speculator(self.model, self.assistant, self.kv, runners, self.speculation)
         engine = Engine(self.model, self.kv, self.phases, options, speculator)
-        if self.speculation.topk > 1:
-            self.drafts.made[DraftLoopRunner] = Guide(self, engine)
+        if guide:
+            guide.engine = engine
         return engine
 
     def alone(self, tokens):
@@ -126,17 +124,15 @@ class World:
 
     def close(self):
         self.phases.close()
-        for runner in self.drafts.made.values() if self.drafts else ():
-            runner.close()
         self.group.close()
 
 
 class Guide(Prophet):
     """A draft that asks the target, and is right in three of four places."""
 
-    def __init__(self, world, engine):
+    def __init__(self, world):
         super().__init__(world.speculation, None, lambda request, place: (0, 1, 0, None)[place % 4])
-        self.world, self.engine = world, engine
+        self.world = world
 
     @torch.no_grad()
     def truth(self, request):
@@ -145,9 +141,6 @@ class Guide(Prophet):
         for _ in range(self.speculation.steps):
             said.append(int(self.world.model.logits(self.world.alone(said)[-1:]).argmax()))
         return said[request.length :]
-
-    def close(self):
-        """Nothing was recorded."""
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -292,13 +285,11 @@ def test_two_hundred_random_lives_of_the_engine(device):
                 max_examples=SEQUENCES, stateful_step_count=20, deadline=None, derandomize=True, database=None
             ),
         )
-        plain = [world for world in worlds if not world.speculation]
-        runners = [
-            runner for world in plain for made in world.phases.made.values() for runner in made.values()
-        ]
-        assert len(runners) == 3 * len(plain), "decode with and without draws, and prefill"
-        runners += [world.drafts.made[VerifyRunner] for world in worlds if world.speculation]
-        assert all(runner.coverage().captured > runner.coverage().eager for runner in runners)
+        for world in worlds:
+            names = ("prefill", "verify") if world.speculation else ("prefill", "decode")
+            found = [coverage for name in names for coverage in world.phases.coverage(name).values()]
+            assert len(found) == (2 if world.speculation else 3), "decode with and without draws"
+            assert all(coverage.captured > coverage.eager for coverage in found)
     finally:
         for world in worlds:
             world.close()
