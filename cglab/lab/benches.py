@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from cglab.lab import suites
+from cglab.lab.accept_bench import accept
 from cglab.lab.capture_bench import capture
 from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
@@ -60,6 +61,7 @@ BENCHES: Mapping[str, Bench] = {
     "load": Bench(
         "three loads with decoding, prefill eager and breakable in turns: latency, occupancy", load
     ),
+    "accept": Bench("tokens that a verify pass commits on held-out prompts, beside a look-up draft", accept),
     "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
