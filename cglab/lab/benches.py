@@ -20,6 +20,7 @@ from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
+from cglab.lab.mtp_bench import mtp
 from cglab.lab.planner_bench import planner
 from cglab.lab.prefill_bench import prefill
 from cglab.lab.recovery import recovery_sweep
@@ -186,6 +187,10 @@ BENCHES: Mapping[str, Bench] = {
     "ttft": Bench("time to first token under concurrency, prefill eager, breakable and full in turns", ttft),
     "load": Bench(
         "three loads with decoding, prefill eager and breakable in turns: latency, occupancy", load
+    ),
+    "mtp": Bench(
+        "loads with drafts, the assistant's seed step eager, captured and fused in turns: rates, TPOT, TTFT",
+        mtp,
     ),
     "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(
