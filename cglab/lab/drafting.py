@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cglab import settings
+from cglab.engine.phases import DraftPhases
 from cglab.engine.speculation import Speculation
+from cglab.engine.speculator import Speculator
 from cglab.errors import InputError
 from cglab.models.assistant import Assistant, AssistantConfig, bound_layers
 from cglab.models.config import ModelConfig
@@ -43,17 +45,33 @@ class Drafting(NamedTuple):
         assistant: bound to its target.
         speculation: steps, top-k and tokens of a draft.
         seed_graph: whether the seed step may be captured; False for ``CGLAB_DISABLE_SEED_GRAPH=1``.
+        name: what it was opened by.
+        weights: ``trained`` or ``random``.
     """
 
     assistant: Assistant
     speculation: Speculation
     seed_graph: bool = True
+    name: str = ""
+    weights: str = "random"
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """How much is drafted, as it is recorded."""
-        told = self.speculation
-        return {"draft_steps": told.steps, "topk": told.topk, "width": told.width, "pinned": told.pinned}
+        """What a record's workload says about drafts."""
+        sizes = self.speculation
+        return {
+            "draft": self.name, "draft_weights": self.weights, "draft_steps": sizes.steps, "topk": sizes.topk,
+            "width": sizes.width, "pinned": sizes.pinned,
+        }  # fmt: skip
+
+    def speculator(self, kv: PagedKV, phases: DraftPhases) -> Speculator:
+        """What drafts and verifies for an engine over this cache.
+
+        Args:
+            kv: the target's cache.
+            phases: runners over it.
+        """
+        return Speculator(self.assistant.target, self.assistant, kv, phases, self.speculation)
 
 
 def plan_draft(
@@ -93,7 +111,8 @@ def open_draft(plan: DraftPlan, target: Decoder, *, seed: int = 0) -> Drafting:
         ModelError: as ``load_draft``.
     """
     loaded = load_draft(plan.source, target, seed=seed)
-    return Drafting(loaded.model, plan.speculation, settings.read_settings().seed_graph)
+    seed_graph = settings.read_settings().seed_graph
+    return Drafting(loaded.model, plan.speculation, seed_graph, plan.name, loaded.weights)
 
 
 def use_ops_of_both(ops: str, target: Decoder, kv: PagedKV, drafting: Drafting | None) -> None:

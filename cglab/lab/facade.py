@@ -16,7 +16,6 @@ from cglab.engine.generation import Generation
 from cglab.engine.load import Load
 from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Event, Request, Sampling
-from cglab.engine.speculator import Speculator
 from cglab.engine.workload import Step
 from cglab.errors import ClosedError
 from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode, sglang_speculative
@@ -45,7 +44,7 @@ class Lab:
         captures: the toggles; a change takes effect with the next call.
         model, config, tokenizer: what was opened.
         weights: ``trained`` or ``random``.
-        draft, drafting: name of the draft model, and the model with its speculation; None without one.
+        drafting: the draft model, and how much it drafts; None without one.
         engine: requests and the paged cache.
         sizes: how large measured steps are, and can be.
     """
@@ -68,18 +67,13 @@ class Lab:
             source, device=device, dtype=dtype, seed=seed
         )
         kv = paged_kv(layout, self.config, device=device, dtype=dtype)
-        self.draft = None if draft is None else draft.name
         self.drafting = None if draft is None else open_draft(draft, self.model, seed=seed)
         use_ops_of_both(ops, self.model, kv, self.drafting)
         self.phases = LabPhases(
             self.model, kv, self.group, self.captures, buckets=self.buckets, prefill_buckets=self.prefill_buckets,
             options=Options(padding=padding, debug=debug), drafting=self.drafting,
         )  # fmt: skip
-        speculator = None
-        if self.drafting is not None:
-            speculator = Speculator(
-                self.model, self.drafting.assistant, kv, self.phases, self.drafting.speculation
-            )
+        speculator = None if self.drafting is None else self.drafting.speculator(kv, self.phases)
         self.engine = Engine(self.model, kv, self.phases, scheduling, speculator)
         self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
@@ -102,7 +96,7 @@ class Lab:
     @property
     def drafted(self) -> dict[str, Any]:
         """Sizes of drafts, as they are recorded; nothing without a draft model."""
-        return {} if self.drafting is None else {"draft": self.draft, **self.drafting.sizes}
+        return {} if self.drafting is None else self.drafting.sizes
 
     @property
     def models(self) -> tuple[Any, ...]:
