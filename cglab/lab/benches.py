@@ -16,6 +16,7 @@ from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
+from cglab.lab.mtp_bench import mtp
 from cglab.lab.parity_benches import parity, recovery, requests, speculation
 from cglab.lab.planner_bench import planner
 from cglab.lab.prefill_bench import prefill
@@ -62,6 +63,10 @@ BENCHES: Mapping[str, Bench] = {
         "three loads with decoding, prefill eager and breakable in turns: latency, occupancy", load
     ),
     "accept": Bench("tokens that a verify pass commits on held-out prompts, beside a look-up draft", accept),
+    "mtp": Bench(
+        "loads with drafts, the assistant's seed step eager, captured and fused in turns: rates, TPOT, TTFT",
+        mtp,
+    ),
     "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
