@@ -50,6 +50,15 @@ def test_captures_are_bitwise_in_low_precision_too():
         assert found.ok and found.captured == found.steps, str(found)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_captures_are_bitwise_on_a_gpu(dtype):
+    forms = (Form("graph", "full", "full"), Form("fused", "full", "full", 3))
+    checked = check_speculation(torch.device("cuda"), forms=forms, dtype=dtype, prompts=12, new_tokens=40)
+    for _, found, _ in checked:
+        assert found.ok and found.captured == found.steps, str(found)
+
+
 def found_by(oracle, form=FORMS[-1]):
     ((_, found, _),) = check_speculation(CPU, forms=[form], prompts=3, new_tokens=8)
     assert not found.ok
