@@ -174,6 +174,10 @@ class PoolBusyError(ReplayError):
     """A replay or capture was started while its pool was in use."""
 
 
+class TokenRangeError(CglabError):
+    """A step handed out a token id that the vocabulary does not have."""
+
+
 class ResultsError(CglabError):
     """Recorded results cannot be read or written; what was there is untouched."""
 

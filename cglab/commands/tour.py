@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from cglab.engine.requests import Generation
+from cglab.engine.generation import Generation
 from cglab.engine.workload import steady_decode
 from cglab.lab import Lab
 from cglab.lab.comparison import TAPE_NOTE, Comparison, Profile

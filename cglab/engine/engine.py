@@ -10,55 +10,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cglab.engine.batches import Batch, DecodeBatch, PrefillBatch, SchedulerOptions
 from cglab.engine.cache import layout_of
+from cglab.engine.generation import Generation, StepRecord, limits_of, timings_of
 from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
-from cglab.engine.requests import GREEDY, Event, Generation, Request, Sampling, Timings, check_request, listed
+from cglab.engine.phases import Phases
+from cglab.engine.requests import GREEDY, Event, Request, Sampling, check_request, listed
 from cglab.engine.scheduler import Scheduler
 from cglab.engine.segments import ForwardSegments
+from cglab.engine.speculator import Speculator
 from cglab.engine.weights import KnownWeights
 from cglab.errors import InputError
 from cglab.graphs.clocks import clock_for
+from cglab.graphs.coverage import Coverage
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.models.sampling import sample
-from cglab.runners.decode import DecodeRunner
-from cglab.runners.prefill import PrefillRunner
-
-
-class Phases(Protocol):
-    """Who computes each phase."""
-
-    def decode(self, *, sampling: bool) -> DecodeRunner:
-        """The runner of decode steps; with ``sampling`` one that draws at each request's temperature."""
-        ...
-
-    def prefill(self) -> PrefillRunner:
-        """The runner of prompt chunks."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step that was computed.
-
-    Attributes:
-        kind: ``prefill`` or ``decode``.
-        requests: live requests.
-        tokens: live tokens.
-        seconds: from the plan to token ids on the host.
-    """
-
-    kind: str
-    requests: int
-    tokens: int
-    seconds: float
+from cglab.runners.base import Runner
 
 
 class Engine:
@@ -69,16 +42,25 @@ class Engine:
         kv: its cache; row 0 and page 0 stay reserved.
         phases: runners over both.
         options: the scheduler's.
+        speculator: decodes by drafting and verifying; None decodes token by token.
 
     Attributes:
         scheduler: who waits, runs, and holds which pages.
         segments: device time of every forward, for forward occupancy.
     """
 
-    def __init__(self, model: Decoder, kv: PagedKV, phases: Phases, options: SchedulerOptions) -> None:
-        self.model, self.kv, self.phases = model, kv, phases
+    def __init__(
+        self,
+        model: Decoder,
+        kv: PagedKV,
+        phases: Phases,
+        options: SchedulerOptions,
+        speculator: Speculator | None = None,
+    ) -> None:
+        self.model, self.kv, self.phases, self.speculator = model, kv, phases, speculator
         self.max_context = min(len(kv.context_positions), model.config.max_position)
-        self.scheduler = Scheduler(layout_of(kv, self.max_context), options)
+        lookahead = speculator.speculation.lookahead if speculator else 0
+        self.scheduler = Scheduler(layout_of(kv, self.max_context, lookahead), options)
         self.now: Callable[[], float] = time.perf_counter
         self.segments = ForwardSegments(clock_for(kv.device), now=self.now)
         self._weights = KnownWeights(model)
@@ -99,9 +81,15 @@ class Engine:
         """Queues a request; its events come out of ``step``.
 
         Raises:
-            InputError: for unknown token ids, or a request that can never run.
+            InputError: for unknown token ids, a temperature with speculative decoding, or a request that can never
+                run.
         """
         check_request(request)
+        if self.speculator and request.sampling.temperature:
+            raise InputError(
+                f"prompt {request.index} is sampled at temperature {request.sampling.temperature:g}, and drafts are "
+                "accepted greedily; give temperature 0, or open the model without a draft"
+            )
         vocabulary = self.model.config.vocab_size
         if request.prompt and not (min(request.prompt) >= 0 and max(request.prompt) < vocabulary):
             raise InputError(
@@ -172,16 +160,21 @@ class Engine:
             for watcher in self._watchers:
                 watcher.append(record)
             self._ended += self.scheduler.commit(batch, tokens, now)
+            if self.speculator:
+                self.speculator.ended(batch.requests)
         events, self._ended = self._ended, []
         return events
 
-    def compute(self, batch: Batch) -> list[int]:
-        """The next token of every chunk that reaches its request's end."""
-        return [int(token) for token in self.forward(batch)[0].tolist()]
+    def compute(self, batch: Batch) -> list[list[int]]:
+        """The next tokens of every chunk that reaches its request's end."""
+        if self.speculator and isinstance(batch, DecodeBatch):
+            write_page_tables(self.kv, batch.requests)
+            return self.speculator.step(batch, self.segments)
+        return [[int(token)] for token in self.forward(batch)[0].tolist()]
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Runs a batch on the runner of its phase.
+        """Runs a batch on the runner of its phase, without a draft.
 
         Returns:
             The next token of every chunk that reaches its request's end, [chunks] int64, and the logits that it was
@@ -202,6 +195,8 @@ class Engine:
         ending = [index for index, chunk in enumerate(batch.chunks) if chunk.last]
         with self.segments.timed("prefill"):
             hidden = runner.run(spans, **inputs)
+            if self.speculator:
+                self.speculator.prefilled(batch.chunks, hidden)
             logits = runner.last_logits(hidden, spans, ending)
             chunks = [batch.chunks[index] for index in ending]
             if not any(chunk.request.sampling.temperature for chunk in chunks):
@@ -250,41 +245,31 @@ class Engine:
         Raises:
             InputError: for requests that can never run.
         """
-        limits = _limits(max_new_tokens, len(prompts))
+        limits = limits_of(max_new_tokens, len(prompts))
         requests = [
             Request(
                 i, list(prompt), limit, Sampling(sampling.temperature, sampling.seed + i), frozenset(stops)
             )
             for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
-        decoder, prefiller = self.phases.decode(sampling=sampling.temperature > 0), self.phases.prefill()
-        before = decoder.coverage().copy(), prefiller.coverage().copy()
+        runners: dict[str, Runner[Any]] = {"prefill": self.phases.prefill()}
+        if self.speculator:
+            runners |= self.speculator.runners
+        else:
+            runners["decode"] = self.phases.decode(sampling=sampling.temperature > 0)
+        before = {name: runner.coverage().copy() for name, runner in runners.items()}
+        drafted = self.speculator.accepted.copy() if self.speculator else None
         started = self.now()
         with self.watched() as steps:
             list(self.stream(requests))
-        decodes = [step for step in steps if step.kind == "decode"]
+        coverage = {name: runner.coverage() - before[name] for name, runner in runners.items()}
         return Generation(
             [decode(r.output) if decode else "" for r in requests],
             [r.output for r in requests],
             [r.finish or "length" for r in requests],
-            Timings(
-                self.now() - started, [s.seconds for s in decodes], [s.requests for s in decodes],
-                [(r.first_token_at or started) - started for r in requests],
-                [(r.finished_at or started) - started for r in requests],
-                [s.seconds for s in steps if s.kind == "prefill"],
-                [s.tokens for s in steps if s.kind == "prefill"],
-            ),
-            decoder.coverage() - before[0],
-            prefiller.coverage() - before[1],
+            timings_of(requests, steps, started, self.now()),
+            coverage.pop("decode", Coverage()),
+            coverage.pop("prefill"),
+            self.speculator.accepted - drafted if self.speculator and drafted else None,
+            coverage,
         )  # fmt: skip
-
-
-def _limits(max_new_tokens: int | Sequence[int], count: int) -> list[Any]:
-    each = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
-    limits: list[Any] = list(max_new_tokens) if each else [max_new_tokens] * count  # type: ignore[arg-type]
-    if len(limits) != count:
-        raise InputError(f"{len(limits)} limits for {count} prompts; give one for each, or one for all")
-    for limit in limits:
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-            raise InputError(f"max_new_tokens must be a whole number of at least 0, got {limit!r}")
-    return limits

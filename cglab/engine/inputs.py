@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -13,13 +15,18 @@ from cglab.engine.requests import Request
 from cglab.models.kv import LayerPool, PagedKV
 from cglab.models.spans import Span
 
+Column: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+NO_COLUMNS: Final[Mapping[str, Column]] = MappingProxyType({})
+
 
 def spans_of(chunks: Sequence[Chunk]) -> list[Span]:
     """What a prefill runner calls live: a span for each chunk."""
     return [Span(chunk.request.row, chunk.start, chunk.length) for chunk in chunks]
 
 
-def step_inputs(chunks: Sequence[Chunk], names: Iterable[str], kv: PagedKV) -> dict[str, Tensor]:
+def step_inputs(
+    chunks: Sequence[Chunk], names: Iterable[str], kv: PagedKV, others: Mapping[str, Column] = NO_COLUMNS
+) -> dict[str, Tensor]:
     """The inputs of one step.
 
     Args:
@@ -27,21 +34,27 @@ def step_inputs(chunks: Sequence[Chunk], names: Iterable[str], kv: PagedKV) -> d
         names: slots of the runner that computes it; those that count requests have one element a chunk, the others
             one a token.
         kv: the cache, for its page size and its device.
+        others: columns that travel with them.
 
     Returns:
         Tensors by name, int64 but for ``temperatures`` (float32).
     """
     device, names = kv.device, list(names)
     columns = {name: _column(name, chunks, kv.page_size) for name in names if name != "temperatures"}
-    packed = torch.from_numpy(np.concatenate(list(columns.values()))).to(device)  # one copy to the device
-    inputs = dict(zip(columns, packed.split([len(column) for column in columns.values()]), strict=True))
+    inputs = on_device({**columns, **others}, device)
     if "temperatures" in names:
         heat = [chunk.request.sampling.temperature for chunk in chunks]
         inputs["temperatures"] = torch.tensor(heat, dtype=torch.float32).to(device)
     return inputs
 
 
-def _column(name: str, chunks: Sequence[Chunk], size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def on_device(columns: Mapping[str, Column], device: torch.device) -> dict[str, Tensor]:
+    """Columns of int64 as tensors, with one copy to the device for all of them."""
+    packed = torch.from_numpy(np.concatenate(list(columns.values()))).to(device)
+    return dict(zip(columns, packed.split([len(column) for column in columns.values()]), strict=True))
+
+
+def _column(name: str, chunks: Sequence[Chunk], size: int) -> Column:
     if name == "request_rows":
         return np.array([chunk.request.row for chunk in chunks], np.int64)
     if name == "seq_lens":
@@ -51,7 +64,7 @@ def _column(name: str, chunks: Sequence[Chunk], size: int) -> np.ndarray[tuple[i
     return np.concatenate([_tokens_column(name, chunk, size) for chunk in chunks])
 
 
-def _tokens_column(name: str, chunk: Chunk, size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _tokens_column(name: str, chunk: Chunk, size: int) -> Column:
     request, stop = chunk.request, chunk.start + chunk.length
     if name == "input_ids":
         if chunk.start >= len(request.prompt):

@@ -29,6 +29,7 @@ class CacheLayout:
         max_context: longest request in tokens.
         window: tokens that a sliding-window layer sees, the query's own included; None without such layers.
         window_pages: pages of their pool, the reserved one included.
+        lookahead: positions after its newest token that a decode step of a request writes: drafted tokens.
 
     Raises:
         InputError: if nothing is left beside what is reserved, or a size is not positive.
@@ -40,6 +41,7 @@ class CacheLayout:
     max_context: int
     window: int | None = None
     window_pages: int = 0
+    lookahead: int = 0
 
     def __post_init__(self) -> None:
         if self.pages < 2 or self.rows < 2:
@@ -52,6 +54,11 @@ class CacheLayout:
                 f"page_size {self.page_size}, max_context {self.max_context} and window {self.window} "
                 "must be at least 1; give larger ones"
             )
+        if self.room < 1:
+            raise InputError(
+                f"drafts reach {self.lookahead} positions ahead, which leaves no room for a token in a context of "
+                f"{self.max_context} on {self.pages - 1} pages; give larger ones, or draft less"
+            )
 
     @classmethod
     def for_requests(
@@ -63,6 +70,7 @@ class CacheLayout:
         budget: int,
         window: int | None = None,
         tokens: int | None = None,
+        lookahead: int = 0,
     ) -> CacheLayout:
         """Sizes with which ``count`` requests of ``context`` tokens run at a time and none gives way.
 
@@ -73,21 +81,36 @@ class CacheLayout:
             budget: most tokens of one step, all requests together.
             window: tokens that a sliding-window layer sees; None without such layers.
             tokens: room for so many of all requests together instead, so that some may give way.
+            lookahead: positions after its newest token that a decode step of a request writes.
 
         Raises:
             InputError: if there is no request, no context or no window.
         """
-        # One page more each, since a request is let in only if all that run can grow.
-        pages = count * (-(-context // page_size) + 1) if tokens is None else -(-tokens // page_size)
-        full = cls(pages + 1, page_size, count + 1, context, window)
+        # A step's pages more each, since a request is let in only if all that run can grow.
+        reach, grown = -(-(context + lookahead) // page_size), -(-(1 + lookahead) // page_size)
+        pages = count * (reach + grown) if tokens is None else -(-tokens // page_size)
+        full = cls(pages + 1, page_size, count + 1, context + lookahead, window, lookahead=lookahead)
         if window is None:
             return full
         return replace(full, window_pages=min(full._window_pool(count, budget), full.pages))
 
     @property
     def room(self) -> int:
-        """Tokens of the longest request that can ever run."""
-        return min(self.max_context, (self.pages - 1) * self.page_size)
+        """Tokens of the longest request that can ever run: its last drafts lie beyond."""
+        return min(self.max_context, (self.pages - 1) * self.page_size) - self.lookahead
+
+    @property
+    def step_pages(self) -> int:
+        """Pages that a decode step may add to a request, but for one that it began."""
+        return self.pages_of(1 + self.lookahead)
+
+    @property
+    def behind(self) -> int:
+        """Tokens before the newest that window layers may still be asked for.
+
+        A draft asks from the position of the last token in the cache, and so sees one more than the newest token does.
+        """
+        return 0 if self.window is None else self.window - 1 + bool(self.lookahead)
 
     def pages_of(self, tokens: int) -> int:
         """Pages of the first ``tokens`` positions."""
@@ -96,12 +119,12 @@ class CacheLayout:
     def most_window_pages(self, tokens: int, chunk: int) -> int:
         """Most pages of the window pool that a request of ``tokens`` holds, computed ``chunk`` at a time.
 
-        Before a chunk everything older than ``window - 1`` tokens is gone; what remains may start at the last
-        token of a page.
+        Before a chunk everything older than ``behind`` tokens is gone; what remains may start at the last token of a
+        page.
         """
         if self.window is None:
             return 0
-        return min(self.pages_of(tokens), self.pages_of(self.window + chunk - 2) + 1)
+        return min(self.pages_of(tokens), self.pages_of(self.behind + chunk - 1) + 1)
 
     def _window_pool(self, count: int, budget: int) -> int:
         """Pages of the window pool, the reserved one included, with which ``count`` requests never wait for one.
@@ -110,10 +133,11 @@ class CacheLayout:
         The others share the budget of that step: beside its window each then holds a page that a chunk of a few
         tokens began, and all together the pages that the budget fills.
         """
-        newest, settled = (self.most_window_pages(self.room, chunk) for chunk in (budget, 1))
+        step, reach = 1 + self.lookahead, self.room + self.lookahead
+        newest, settled = (self.most_window_pages(reach, chunk) for chunk in (max(budget, step), step))
         others = count - 1
         held = min(others * newest, others * (settled + 1) + self.pages_of(budget))
-        return newest + held + others + 1
+        return newest + held + others * self.step_pages + 1
 
 
 class RequestMemory:
@@ -129,15 +153,16 @@ class RequestMemory:
     """
 
     def __init__(self, layout: CacheLayout, chunk: int, *, prefix_reuse: bool) -> None:
-        self.layout, self.chunk, self.prefix_reuse = layout, chunk, prefix_reuse
+        self.layout, self.prefix_reuse = layout, prefix_reuse
+        self.chunk = max(chunk, 1 + layout.lookahead)
         self.rows = FreeList(layout.rows, "request rows")
         self.pages = PageStore(layout.pages, layout.page_size)
         self.window_pages = FreeList(max(layout.window_pages, 1), "window pages")
-        needed = layout.most_window_pages(layout.room, chunk)
+        needed = layout.most_window_pages(layout.room + layout.lookahead, self.chunk)
         if needed > self.window_pages.total:
             raise InputError(
                 f"{self.window_pages.total} window pages cannot hold a window of {layout.window} tokens and a "
-                f"chunk of {chunk}; give {needed} beside the reserved one, or a smaller token budget"
+                f"chunk of {self.chunk}; give {needed} beside the reserved one, or a smaller token budget"
             )
 
     def admit(self, request: Request, *, spare: int) -> bool:
@@ -173,7 +198,7 @@ class RequestMemory:
         """
         pages = self.layout.pages_of(tokens)
         missing = max(pages - len(request.pages), 0)  # a prompt has all of its pages before its chunks
-        windowed = pages - len(request.window_pages) if self.layout.window else 0
+        windowed = max(pages - len(request.window_pages), 0) if self.layout.window else 0
         if missing > self.pages.available or windowed > self.window_pages.free:
             return False
         if missing or windowed:
@@ -183,7 +208,10 @@ class RequestMemory:
         return True
 
     def advance(self, request: Request, count: int) -> None:
-        """Notes ``count`` more computed tokens: publishes pages they filled, gives back what left the window."""
+        """Notes that ``count`` more of its tokens are computed.
+
+        Pages that they filled are published, and those that left the window given back.
+        """
         size = self.layout.page_size
         first, request.computed = request.computed // size, request.computed + count
         full = range(first, request.computed // size)
@@ -196,7 +224,7 @@ class RequestMemory:
                 )
                 request.dirty |= request.pages[index] != own
         if self.layout.window:
-            passed = (request.computed + 1 - self.layout.window) // size
+            passed = (request.computed - self.layout.behind) // size
             for index in range(passed - 1, -1, -1):
                 if not request.window_pages[index]:
                     break

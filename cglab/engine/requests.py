@@ -1,15 +1,13 @@
-"""A request on its way through the engine, what it streams, and what a call of ``generate`` returns."""
+"""A request on its way through the engine, and what it streams."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from cglab.errors import InputError
-from cglab.graphs.coverage import Coverage
 
 SEEDS: Final = 1 << 63  # seeds travel to the device as int64
 HOTTEST: Final = 1e30  # noise of float32 times a temperature must stay finite, or the first token always wins
@@ -45,7 +43,7 @@ GREEDY: Final = Sampling()
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way. The scheduler writes everything from ``output`` on.
+    """One prompt on its way. The scheduler writes everything from ``output`` on, a speculator ``passes``.
 
     Attributes:
         index: position among the prompts of the call.
@@ -53,6 +51,7 @@ class Request:
         limit: most new tokens; 0 ends it at once.
         sampling: how tokens are chosen.
         stops: token ids that end it; the stop token is kept in the output.
+        drafts: most drafted tokens that count in a step of speculative decoding; None for all that are made.
         output: new token ids so far.
         row: row of the page table while it runs; 0 before and after.
         pages: KV pages in the order of its positions; those from the prefix cache are shared.
@@ -63,6 +62,7 @@ class Request:
         dirty: its row of the page table must be written to the device before the next step.
         finish: why it ended: "length", "stop", "cancelled" or "error"; None while it waits or runs.
         preemptions: how often it gave its memory to an older request, to be computed again.
+        passes: verify passes of speculative decoding that it was in.
         arrived_at, admitted_at, first_token_at, finished_at: by the caller's clock, in seconds; None before.
             ``admitted_at`` is the first admission.
         token_times: when each output token came.
@@ -73,6 +73,7 @@ class Request:
     limit: int
     sampling: Sampling = GREEDY
     stops: frozenset[int] = frozenset()
+    drafts: int | None = None
     output: list[int] = field(default_factory=list)
     row: int = 0
     pages: list[int] = field(default_factory=list)
@@ -82,6 +83,7 @@ class Request:
     dirty: bool = False
     finish: str | None = None
     preemptions: int = 0
+    passes: int = 0
     arrived_at: float | None = None
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -111,16 +113,24 @@ class Request:
         """Slot of a position in the pool of sliding-window layers; in page 0 if the position has left it."""
         return self.window_pages[position // page_size] * page_size + position % page_size
 
-    def accept(self, token: int, now: float) -> None:
-        """Takes one new token and decides whether the request ends."""
-        if not self.output:
-            self.first_token_at = now
-        self.output.append(token)
-        self.token_times.append(now)
-        if token in self.stops:
-            self.end("stop", now)
-        elif len(self.output) >= self.limit:
-            self.end("length", now)
+    def accept(self, tokens: Sequence[int], now: float) -> int:
+        """Takes new tokens up to the one that ends the request, if one does.
+
+        Returns:
+            How many were taken; those after the end never were.
+        """
+        for count, token in enumerate(tokens, 1):
+            if not self.output:
+                self.first_token_at = now
+            self.output.append(token)
+            self.token_times.append(now)
+            if token in self.stops:
+                self.end("stop", now)
+            elif len(self.output) >= self.limit:
+                self.end("length", now)
+            if self.finish is not None:
+                return count
+        return len(tokens)
 
     def end(self, finish: str, now: float) -> None:
         """Notes why and when it ended."""
@@ -157,6 +167,11 @@ def check_request(request: Request) -> None:
         raise InputError(f"{what} is sampled by {request.sampling!r}; give a Sampling(temperature, seed)")
     if isinstance(request.stops, str) or not isinstance(request.stops, Collection):
         raise InputError(f"{what} stops at {request.stops!r}; give a set of token ids")
+    drafts = request.drafts
+    if drafts is not None and (isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 0):
+        raise InputError(
+            f"{what} may use {drafts!r} drafts a step; give a whole number of at least 0, or None"
+        )
     if request.output and request.arrived_at is None:
         raise InputError(f"{what} has output before it ran; make it part of the prompt")
 
@@ -176,75 +191,3 @@ class Event:
     token: int | None
     at: float
     finish: str | None
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Wall times of one call, in seconds.
-
-    Attributes:
-        total: the whole call.
-        steps: each decode step, from batch to token ids on the host.
-        step_batches: live requests of each decode step.
-        first_token: time to first token of each request, queueing included.
-        finished: when each request ended.
-        prefills: each prefill step, likewise.
-        prefill_tokens: live tokens of each prefill step.
-    """
-
-    total: float
-    steps: list[float]
-    step_batches: list[int]
-    first_token: list[float]
-    finished: list[float]
-    prefills: list[float] = field(default_factory=list)
-    prefill_tokens: list[int] = field(default_factory=list)
-
-    @property
-    def median_step(self) -> float | None:
-        """Median decode step; None if there was none."""
-        return median(self.steps) if self.steps else None
-
-    def __str__(self) -> str:
-        step = (
-            f"{self.median_step * 1e3:.2f} ms median step"
-            if self.median_step is not None
-            else "no decode step"
-        )
-        return f"{self.total:.3f} s, {len(self.steps)} decode steps, {step}"
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What ``generate`` returns.
-
-    Attributes:
-        text: new text of each prompt; empty strings without a tokenizer.
-        tokens: new token ids of each prompt.
-        finish: why each ended: "length" or "stop".
-        timings: wall times.
-        coverage: captured and eager decode steps of this call, with reasons.
-        prefill: likewise of its prefill steps.
-    """
-
-    text: list[str]
-    tokens: list[list[int]]
-    finish: list[str]
-    timings: Timings
-    coverage: Coverage
-    prefill: Coverage = field(default_factory=Coverage)
-
-    def __str__(self) -> str:
-        count = sum(len(tokens) for tokens in self.tokens)
-        steps = f"decode {self.coverage}; prefill {self.prefill}"
-        return f"{len(self.tokens)} requests, {count} new tokens; {steps}; {self.timings}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "text": self.text,
-            "tokens": self.tokens,
-            "finish": self.finish,
-            "coverage": self.coverage.as_dict(),
-            "prefill": self.prefill.as_dict(),
-        }

@@ -1,11 +1,11 @@
 """Continuous batching without a device: which requests run next, on which tokens, and who must give way.
 
 Prefill goes first, as in SGLang: prompts are computed in chunks under one token budget for the whole batch, in order
-of arrival; otherwise everybody decodes one token. When KV runs out, cached pages that nobody holds are evicted, then
-the youngest request gives way: it returns to the front of the queue, and its tokens so far are its prompt when it
-comes back (preemption by recompute). A request only ever takes memory from younger ones; the youngest itself waits.
-So the oldest always advances and everyone ends. The schedule is a function of tokens and of the order of calls; times
-are only noted.
+of arrival; otherwise everybody decodes one step, which may yield several tokens of each. When KV runs out, cached
+pages that nobody holds are evicted, then the youngest request gives way: it returns to the front of the queue, and its
+tokens so far are its prompt when it comes back (preemption by recompute). A request only ever takes memory from
+younger ones; the youngest itself waits. So the oldest always advances and everyone ends. The schedule is a function of
+tokens and of the order of calls; times are only noted.
 """
 
 from __future__ import annotations
@@ -82,9 +82,11 @@ class Scheduler:
         if request.limit < 0:
             raise InputError(f"request {request.index} may add {request.limit} tokens; give 0 or more")
         if total > room:
+            ahead = self.memory.layout.lookahead
             raise InputError(
                 f"prompt {request.index} has {len(request.prompt)} tokens and may add {request.limit}: {total} "
-                f"do not fit into a context of {room}; shorten it, or give the cache more pages or max_context"
+                f"do not fit into a context of {room}{f' ({ahead} more are kept for drafts)' if ahead else ''}; "
+                "shorten it, or give the cache more pages or max_context"
             )
         request.arrived_at = now
         if not request.limit:
@@ -136,16 +138,18 @@ class Scheduler:
             self._overtaken = 0
         return self.in_flight
 
-    def commit(self, batch: Batch, tokens: Sequence[int], now: float) -> list[Event]:
+    def commit(self, batch: Batch, tokens: Sequence[Sequence[int]], now: float) -> list[Event]:
         """Takes what a batch computed.
 
         Args:
             batch: the one in flight.
-            tokens: the next token of each chunk with ``last``, or of each request of a decode batch, in order.
+            tokens: the next tokens of each chunk with ``last``, or of each request of a decode batch, in order: one,
+                and after a decode step up to ``lookahead`` more, of which all but the last are in the cache. Those
+                after a request's limit or stop token are dropped.
             now: the caller's clock, in seconds.
 
         Returns:
-            A token for each of those requests, with its end where it ended.
+            The tokens of those requests, the last one with its end where it ended.
 
         Raises:
             InputError: if the batch is not in flight or the number of tokens is another; nothing was changed.
@@ -153,16 +157,22 @@ class Scheduler:
         chunks = batch.chunks
         wanted = sum(chunk.last for chunk in chunks)
         if len(tokens) != wanted:
-            raise InputError(f"{len(tokens)} tokens for a batch that yields {wanted}; give one for each")
+            raise InputError(
+                f"tokens of {len(tokens)} chunks for a batch that yields {wanted}; give some for each"
+            )
+        most = 1 + self.memory.layout.lookahead * isinstance(batch, DecodeBatch)
+        if wrong := [len(new) for new in tokens if not 1 <= len(new) <= most]:
+            raise InputError(f"{wrong[0]} tokens of one request in a batch that yields 1 to {most} of each")
         self._land(batch)
         events, drawn = [], iter(tokens)
         for chunk in chunks:
-            request, token = chunk.request, next(drawn) if chunk.last else None
+            request, new = chunk.request, next(drawn) if chunk.last else ()
             if request.finish is None:
-                self.memory.advance(request, chunk.length)
-                if token is not None:
-                    request.accept(token, now)
-                    events.append(Event(request, token, now, request.finish))
+                # Accepted first: a page that they fill is published under them.
+                taken = request.accept(new, now)
+                self.memory.advance(request, chunk.length + max(taken - 1, 0))
+                ends = [None] * (taken - 1) + [request.finish]
+                events += [Event(request, token, now, end) for token, end in zip(new, ends, strict=False)]
             if request.finish is not None:
                 self._leave(request)
         return events
@@ -196,7 +206,7 @@ class Scheduler:
                 raise AccountingError(f"request {request.index} waits and holds memory, or has ended")
 
     def _decoders(self) -> list[Request]:
-        """Requests that can decode a token now, oldest first, each with a page for it."""
+        """Requests that can decode now, oldest first, each with pages for its newest token and what is drafted."""
         return [
             request
             for request in list(self.running)  # those that give way decode no longer
@@ -221,14 +231,14 @@ class Scheduler:
         return chunks
 
     def _admit(self, now: float) -> Request | None:
-        """Lets the oldest waiting request in, if its tokens fit and leave a page for each that runs.
+        """Lets the oldest waiting request in, if its tokens fit and leave a step's pages for each that runs.
 
         At most ``max_running`` overtake those that decode: an endless row of requests that end with their
         first token would otherwise hold up decoding for ever.
         """
         if not self.waiting or max(len(self.running), self._overtaken) >= self.max_running:
             return None
-        if not self.memory.admit(self.waiting[0], spare=len(self.running)):
+        if not self.memory.admit(self.waiting[0], spare=len(self.running) * self.memory.layout.step_pages):
             return None
         request = self.waiting.popleft()
         self.running.append(request)
@@ -238,8 +248,8 @@ class Scheduler:
         return request
 
     def _grow(self, request: Request) -> bool:
-        """Pages for the newest token, at the cost of younger requests; False if it must wait itself."""
-        while not self.memory.grow(request, request.length):
+        """Pages for a decode step, at the cost of younger requests; False if it must wait itself."""
+        while not self.memory.grow(request, request.length + self.memory.layout.lookahead):
             youngest = self.running[-1]
             if youngest is request:
                 return False

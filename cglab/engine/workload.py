@@ -128,7 +128,7 @@ def _skip(engine: Engine) -> None:
     """Plans a batch and books it as computed, with token 0."""
     if (planned := engine.scheduler.plan(engine.now())) is not None:
         ends = sum(chunk.last for chunk in planned.chunks)
-        engine.scheduler.commit(planned, [0] * ends, engine.now())
+        engine.scheduler.commit(planned, [[0]] * ends, engine.now())
 
 
 @contextmanager

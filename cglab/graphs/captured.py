@@ -156,7 +156,7 @@ class Captured:
         """
         recordings = self._recordings
         if recordings is None:
-            return Miss(Reason.BACKEND_EAGER)
+            return self.options.why_eager
         bucket = self.pad(live)
         return bucket if isinstance(bucket, Miss) else recordings.serves(bucket, values)
 

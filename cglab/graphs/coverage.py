@@ -28,6 +28,8 @@ class Reason(Enum):
     WIDTH = "the step's width differs from the captured width"
     MORE_REQUESTS = "more requests than the recording's request axis holds"
     MORE_KEYS = "more cached tokens than the recording has room for"
+    EMBEDDINGS = "embeddings are supplied, and the recording looks tokens up"
+    POSITION_AXES = "rotary positions come on several axes, and the recording has one"
     CAPTURE_FAILED = "the capture of this bucket failed"
     KILL_SWITCH = "an environment variable switched this capture off"
     NOT_ELIGIBLE = "the runner's own rule sent this step eager"

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.selfcheck import Vary, vary_rows
 
 MANY_SHAPES = 8
@@ -60,6 +61,7 @@ class Options:
         clone: hand out copies instead of views.
         debug: hand out views that refuse to be read once they are stale (B20).
         strict: raise when a capture fails, instead of running eager with the reason.
+        kill_switch: what switched this capture off, such as ``CGLAB_DISABLE_SEED_GRAPH=1``; the backend is then eager.
     """
 
     backend: str = "full"
@@ -74,3 +76,13 @@ class Options:
     debug: bool = False
     strict: bool = False
     after_warmup: Callable[[], None] | None = None
+    kill_switch: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kill_switch:
+            self.backend = "eager"
+
+    @property
+    def why_eager(self) -> Miss:
+        """Why nothing is captured on the eager backend."""
+        return Miss(Reason.KILL_SWITCH, self.kill_switch) if self.kill_switch else Miss(Reason.BACKEND_EAGER)

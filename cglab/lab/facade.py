@@ -13,9 +13,10 @@ import torch
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.cache import paged_kv
 from cglab.engine.engine import Engine
+from cglab.engine.generation import Generation
 from cglab.engine.load import Load
 from cglab.engine.memory import CacheLayout
-from cglab.engine.requests import Event, Generation, Request, Sampling
+from cglab.engine.requests import Event, Request, Sampling
 from cglab.engine.workload import Step
 from cglab.errors import ClosedError
 from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cglab.engine.engine import Engine, StepRecord
+from cglab.engine.engine import Engine
+from cglab.engine.generation import StepRecord
 from cglab.engine.load import Load, LoadResult, drive
 from cglab.engine.requests import Event
 from cglab.engine.segments import Segment

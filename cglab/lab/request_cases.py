@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from cglab.engine.batches import Batch, SchedulerOptions
-from cglab.engine.engine import Engine, Phases
+from cglab.engine.engine import Engine
 from cglab.engine.load import Load, drive
+from cglab.engine.phases import Phases
 from cglab.engine.requests import Request
 from cglab.graphs.options import Options
 from cglab.graphs.out_forms import same_bits

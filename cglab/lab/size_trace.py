@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from cglab.engine.engine import StepRecord
+from cglab.engine.generation import StepRecord
 from cglab.errors import InputError, ResultsError
 from cglab.graphs.coverage import Coverage
 from cglab.measure.records import replace_file

@@ -137,6 +137,16 @@ class LayerPool:
         index = self._index[layer_index]
         return self.keys[index].index_select(0, slots), self.values[index].index_select(0, slots)
 
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies tokens to other slots, in every layer.
+
+        Args:
+            sources: [T] int64, read before anything is written.
+            targets: [T] int64, each once.
+        """
+        for cache in (self.keys, self.values):
+            cache.index_copy_(1, targets, cache.index_select(1, sources))
+
     def context(self, seq_lens: Tensor, width: int = 1) -> Tensor:
         """The positions that a step of ``width`` new tokens of each request reads.
 

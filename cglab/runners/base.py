@@ -35,9 +35,9 @@ def window_inputs(kv: PagedKV) -> tuple[str, ...]:
     return ("window_out_slots",) if kv.sliding is not None else ()
 
 
-def distinct_slots(pool: LayerPool, size: int, generator: torch.Generator) -> Tensor:
+def distinct_slots(pool: LayerPool, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """[size] int64: random slots of a pool, each once while there are enough."""
-    slots = pool.keys.shape[1]
+    (size,), slots = shape, pool.keys.shape[1]
     if slots < size:
         return torch.randint(0, slots, (size,), generator=generator)
     return torch.randperm(slots, generator=generator)[:size]
@@ -151,6 +151,9 @@ class Runner(ABC, Generic[Live]):
         """The phase's own reason for running this step eager, decided before any padding."""
         return None
 
+    def check(self, output: Any) -> None:
+        """In debug mode, of every output: refuses what cannot be right."""
+
     def capture(self) -> None:
         """Records every bucket now, largest first; lazily, each on its first use."""
         try:
@@ -182,10 +185,14 @@ class Runner(ABC, Generic[Live]):
             self.set_live(live)
             miss = self.ineligible(values)
             if miss is not None:
-                return self.captured.run_eager(miss, values, self.rows(live))
-            if self.captured.capture_on_use(self.rows(live)):
-                self.set_live(live)  # the capture had examples of its own
-            return self.captured(**values, **self.derived(live))
+                output = self.captured.run_eager(miss, values, self.rows(live))
+            else:
+                if self.captured.capture_on_use(self.rows(live)):
+                    self.set_live(live)  # the capture had examples of its own
+                output = self.captured(**values, **self.derived(live))
+            if self.captured.options.debug:
+                self.check(output)
+            return output
         finally:
             self.set_live(None)
 

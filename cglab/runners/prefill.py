@@ -207,7 +207,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         views["input_ids"].copy_(draw(self.model.config.vocab_size))
         views["positions"].copy_(draw(self.model.config.max_position))
         for name, pool in zip(("out_slots", *window_inputs(self.kv)), self.kv.pools, strict=True):
-            views[name].copy_(distinct_slots(pool, size, generator))
+            views[name].copy_(distinct_slots(pool, (size,), generator))
         rows = len(self.kv.full.page_table)
         spans: list[Span] = []
         left, cached = size, self.max_cached

@@ -2,11 +2,14 @@
 
 The next token is a function of all tokens before it, read from the cache: each slot holds the token and position
 written there, slots of pages that were given back are wiped, and a read that does not find what the request itself
-wrote (or what a request with the same prefix wrote) fails at once.
+wrote (or what a request with the same prefix wrote) fails at once. Speculating, a decode step writes a draft, chain or
+tree, of which some is right and some is not.
 """
 
+from random import Random
 from zlib import crc32
 
+from cglab.engine.acceptance import committed, greedy_path
 from cglab.engine.batches import DecodeBatch, PrefillBatch, SchedulerOptions
 from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Request
@@ -42,9 +45,10 @@ class Bench:
         window=None,
         window_pages=0,
         budget=4,
+        lookahead=0,
         **options,
     ):
-        self.layout = CacheLayout(pages, page_size, rows, max_context, window, window_pages)
+        self.layout = CacheLayout(pages, page_size, rows, max_context, window, window_pages, lookahead)
         self.options = SchedulerOptions(budget, **options)
         self.scheduler = Scheduler(self.layout, self.options)
         self.kv, self.window_kv = {}, {}
@@ -130,22 +134,72 @@ class Bench:
                 request.dirty = False
             assert self.page_table[request.row] == request.pages, "the row changed and nobody was told"
             assert self.window_table[request.row] == request.window_pages
+        if self.layout.lookahead and isinstance(batch, DecodeBatch):
+            return self.speculate(batch)
         written = [slot for chunk in batch.chunks for slot in self.write(chunk)]
         assert len(set(written)) == len(written), "two requests write one slot"
         assert all(chunk.request.row for chunk in batch.chunks)
         seen = [self.read(chunk) for chunk in batch.chunks]
-        return [next_token(tokens) for chunk, tokens in zip(batch.chunks, seen, strict=True) if chunk.last]
+        return [[next_token(tokens)] for chunk, tokens in zip(batch.chunks, seen, strict=True) if chunk.last]
 
     def write(self, chunk):
-        request, size = chunk.request, self.layout.page_size
+        request = chunk.request
         assert chunk.start == request.computed and chunk.length > 0
         for position in range(chunk.start, chunk.start + chunk.length):
-            slot, content = request.slot(position, size), (request.tokens[position], position)
-            self.kv[slot] = content
-            if self.layout.window:
-                assert request.window_slot(position, size) >= size
-                self.window_kv[request.window_slot(position, size)] = content
-            yield slot
+            yield self.store(request, position, (request.tokens[position], position))
+
+    def store(self, request, position, content):
+        size = self.layout.page_size
+        slot = request.slot(position, size)
+        self.kv[slot] = content
+        if self.layout.window:
+            assert request.window_slot(position, size) >= size
+            self.window_kv[request.window_slot(position, size)] = content
+        return slot
+
+    def speculate(self, batch):
+        """Drafts from what is in the cache, writes the drafts after it, and keeps what is right."""
+        drafts = {request: self.draft(request) for request in batch.requests}
+        written, new = [], []
+        for request, (tokens, parents) in drafts.items():
+            first, depth = request.computed, [0]
+            for parent in parents[1:]:
+                depth.append(depth[parent] + 1)
+            stored = [(token, first + deep) for token, deep in zip(tokens, depth, strict=True)]
+            written += [self.store(request, first + node, content) for node, content in enumerate(stored)]
+            ways = [[tokens[0]]]
+            for token, parent in zip(tokens[1:], parents[1:], strict=True):
+                ways.append([*ways[parent], token])
+            chosen = [next_token(request.tokens[:-1] + way) for way in ways]
+            path = greedy_path(chosen, tokens, parents, self.layout.lookahead)
+            for place, node in enumerate(path):
+                self.store(request, first + place, stored[node])
+            new.append(committed(path, chosen, tokens))
+        assert len(set(written)) == len(written), "two requests write one slot"
+        return new
+
+    def draft(self, request):
+        """Tokens and parents of a chain or a tree, from the cache up to the last token in it; often right."""
+        size, end, window = self.layout.page_size, request.computed, self.layout.window
+        seen = [self.kv[request.slot(position, size)] for position in range(end)]
+        assert seen == [(token, position) for position, token in enumerate(request.tokens[:end])]
+        if window:  # asked from the position of the last token, so one more than the newest token sees
+            oldest = max(end - window, 0)
+            inside = [self.window_kv[request.window_slot(position, size)] for position in range(oldest, end)]
+            assert inside == seen[oldest:]
+        source = Random(crc32(bytes(request.tokens)))
+        tokens, parents, chain = [request.tokens[-1]], [-1], source.random() < 0.5
+        while len(tokens) <= self.layout.lookahead:
+            parents.append(len(tokens) - 1 if chain else source.randrange(len(tokens)))
+            way, node = [], parents[-1]
+            while node >= 0:
+                way.insert(0, tokens[node])
+                node = parents[node]
+            siblings = {tokens[node] for node, parent in enumerate(parents[:-1]) if parent == parents[-1]}
+            true = next_token(request.tokens[:-1] + way)
+            right = true not in siblings and source.random() < 0.7
+            tokens.append(true if right else min(set(range(VOCABULARY)) - siblings))
+        return tokens, parents
 
     def read(self, chunk):
         """All tokens up to the chunk's end, from the cache."""

@@ -65,7 +65,7 @@ class StandIn:
             self.time += self.speed
         events = []
         for request in batch:
-            request.accept(request.sampling.seed % VOCABULARY, self.time)
+            request.accept([request.sampling.seed % VOCABULARY], self.time)
             events.append(Event(request, request.output[-1], self.time, request.finish))
         self.running = [request for request in self.running if request.finish is None]
         return events

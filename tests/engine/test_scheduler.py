@@ -378,12 +378,12 @@ def test_a_batch_is_planned_computed_and_committed_in_turns():
     batch = scheduler.plan(0.0)
     with pytest.raises(InputError, match="is in flight"):
         scheduler.plan(0.0)
-    with pytest.raises(InputError, match="2 tokens for a batch that yields 1"):
-        scheduler.commit(batch, [1, 2], 0.0)
+    with pytest.raises(InputError, match="tokens of 2 chunks for a batch that yields 1"):
+        scheduler.commit(batch, [[1], [2]], 0.0)
     with pytest.raises(InputError, match="not in flight"):
         scheduler.commit(DecodeBatch(()), [], 0.0)
-    scheduler.commit(batch, [1], 0.0)
-    for settle in (lambda: scheduler.commit(batch, [1], 0.0), lambda: scheduler.fail(batch, 0.0)):
+    scheduler.commit(batch, [[1]], 0.0)
+    for settle in (lambda: scheduler.commit(batch, [[1]], 0.0), lambda: scheduler.fail(batch, 0.0)):
         with pytest.raises(InputError, match="not in flight"):
             settle()
 
@@ -477,7 +477,7 @@ def test_sizes_for_so_many_requests_let_them_run_as_with_pages_without_end(
         found = []
         while batch := scheduler.plan(0.0):
             found.append(shape(batch))
-            scheduler.commit(batch, [1] * sum(chunk.last for chunk in batch.chunks), 0.0)
+            scheduler.commit(batch, [[1]] * sum(chunk.last for chunk in batch.chunks), 0.0)
             assert not any(request.preemptions for request in batch.requests)
         return found
 

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -53,11 +54,16 @@ def layouts(draw_int, draw_bool):
         "pages": draw_int(3, 12), "page_size": page_size, "rows": draw_int(2, 6), "budget": budget,
         "max_context": 40, "prefix_reuse": draw_bool(), "mixed": draw_bool(),
     }  # fmt: skip
+    options["lookahead"] = ahead = draw_int(1, 5) if draw_bool() else 0
+    options["pages"] += -(-ahead // page_size)
     if draw_bool():
         options["max_running"] = draw_int(1, 4)
     if draw_int(0, 2) == 0:
         window = draw_int(1, 6)
-        options |= {"window": window, "window_pages": 3 + (window + budget) // page_size + draw_int(0, 5)}
+        options |= {
+            "window": window,
+            "window_pages": 4 + (window + budget + ahead) // page_size + draw_int(0, 5),
+        }
     return options
 
 
@@ -161,6 +167,9 @@ def one_life(seed):
         "in chunks": any(not chunk.last for chunk in chunks),
         "mixed": bench.options.mixed and any(chunk.start >= len(chunk.request.prompt) for chunk in chunks),
         "windowed": bench.layout.window is not None,
+        "several tokens a step": any(
+            one == other for request in bench.requests for one, other in pairwise(request.token_times)
+        ),
     }
 
 
@@ -179,7 +188,7 @@ def many_lives(seeds):
 @pytest.mark.slow
 def test_ten_thousand_random_lives():
     seen = many_lives(range(10_000))
-    assert len(seen) == 8 and min(seen.values()) >= 500, seen
+    assert len(seen) == 9 and min(seen.values()) >= 500, seen
 
 
 @pytest.mark.soak

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cglab
 from cglab.engine.batches import PrefillBatch, SchedulerOptions
-from cglab.engine.engine import StepRecord
+from cglab.engine.generation import StepRecord
 from cglab.engine.load import Load, drive
 from cglab.engine.memory import CacheLayout
 from cglab.engine.scheduler import Scheduler
@@ -58,7 +58,7 @@ class Counting:
         batch = self.scheduler.plan(self.now())
         kind = "prefill" if isinstance(batch, PrefillBatch) else "decode"
         self.steps.append(StepRecord(kind, len(batch.requests), batch.tokens, 0.0))
-        return self.scheduler.commit(batch, [0] * sum(chunk.last for chunk in batch.chunks), self.now())
+        return self.scheduler.commit(batch, [[0]] * sum(chunk.last for chunk in batch.chunks), self.now())
 
     def cancel(self, request):
         return self.scheduler.cancel(request, self.now())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cglab
-from cglab.engine.engine import StepRecord
+from cglab.engine.generation import StepRecord
 from cglab.errors import InputError, ResultsError
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.lab.size_trace import SizeTrace, load_size_trace

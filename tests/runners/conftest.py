@@ -7,20 +7,29 @@ import pytest
 import torch
 
 from cglab.graphs.options import Options
+from cglab.models.assistant import Assistant, AssistantConfig
 from cglab.models.config import ModelConfig
+from cglab.models.draft_tree import first_candidates, next_candidates, organize
 from cglab.models.kv import PagedKV
-from cglab.models.loading import random_model
+from cglab.models.loading import fill_randomly, random_model
 from cglab.models.spans import Span
 from cglab.runners import prefill
 from cglab.runners.base import GraphGroup
 from cglab.runners.decode import INPUTS, DecodeRunner
+from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.prefill import PrefillRunner
+from cglab.runners.seed_step import SeedRunner
+from cglab.runners.verify import VerifyRunner
 
 CONFIG = ModelConfig(
     "Qwen3ForCausalLM", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=8, max_position=64, qk_norm=True, tie_embeddings=True,
 )  # fmt: skip
 WINDOWED = replace(CONFIG, num_layers=3, sliding_window=6, window_layers=(0, 2))
+ASSISTANT = AssistantConfig(
+    vocab_size=97, backbone_size=32, hidden_size=16, intermediate_size=24, layer_kinds=("full", "full"), num_heads=4,
+    num_kv_heads=2, head_dim=8,
+)  # fmt: skip
 ROWS, PAGE, PAGES_A_ROW = 9, 4, 4
 
 
@@ -195,6 +204,152 @@ class WindowPrefillWorld(Windowed, PrefillWorld):
 
     def inputs(self, spans):
         return {**super().inputs(spans), "window_out_slots": self.slide(spans)}
+
+
+class Speculative(World):
+    """What verify and drafts share: requests with so many tokens in the cache, and a draft of some steps."""
+
+    steps = 3
+
+    def tensor(self, values, dtype=torch.int64):
+        return torch.tensor(values, device=self.device, dtype=dtype)
+
+    def both(self, values, live):
+        """What a captured step and padded eager return, from one state, and the caches after each."""
+        before = self.cache()
+        got, after = self.runner.run(live, **values), self.cache()
+        self.restore(before)
+        size = self.runner.captured.pad(live)
+        wanted = self.runner.run_padded_eager(live, size, **values)
+        return got, wanted, after, self.cache()
+
+    @staticmethod
+    def tokens_of(topk):
+        """Tokens of a draft with so many branches: a whole chain, or a part of the tree."""
+        return 4 if topk == 1 else 7
+
+
+class VerifyWorld(Speculative):
+    """Verify steps of drafted tokens; settings are those of the runner but for its width."""
+
+    def make_runner(self, buckets, options, settings):
+        self.topk = settings.get("topk", 1)
+        self.width = self.tokens_of(self.topk)
+        return VerifyRunner(
+            self.model, self.kv, self.group, buckets, options, width=self.width, steps=self.steps, **settings
+        )
+
+    def inputs(self, committed, seed=0):
+        """One step of rows 1, 2, ... with so many tokens in the cache, and a tree of its own for each."""
+        generator = torch.Generator().manual_seed(seed)
+        rows, width = range(1, len(committed) + 1), self.width
+        drawn = torch.randint(self.config.vocab_size, (len(committed) * width,), generator=generator)
+        places = [
+            self.slots_of(row)[start + i]
+            for row, start in zip(rows, committed, strict=True)
+            for i in range(width)
+        ]
+        values = {
+            "input_ids": drawn.to(self.device), "out_slots": self.tensor(places), "request_rows": self.tensor(list(rows)),
+            "seq_lens": self.tensor(committed) + width,
+        }  # fmt: skip
+        return values | (self.trees(len(committed), generator) if self.topk > 1 else {})
+
+    def trees(self, requests, generator):
+        levels, k = [], self.topk
+        for step in range(self.steps):
+            shape = (requests * (k if step else 1), k)
+            p = torch.rand(shape, generator=generator).sort(1, descending=True).values.to(self.device)
+            levels.append(
+                next_candidates(levels[-1], p, p.long()) if levels else first_candidates(p, p.long())
+            )
+        draft = organize(levels, self.width - 1)
+        return {"parent_list": draft.parent_list, "top_scores_index": draft.top_scores_index}
+
+
+class WindowVerifyWorld(Windowed, VerifyWorld):
+    """Verify steps with sliding windows; a row has a page for every token of its context."""
+
+    ring = PAGES_A_ROW
+    window_pages = (ROWS - 1) * ring + 1
+
+    def inputs(self, committed, seed=0):
+        slots = self.slide([(row, start, self.width) for row, start in enumerate(committed, 1)])
+        return {**super().inputs(committed, seed), "window_out_slots": slots}
+
+
+class DraftWorld(Speculative):
+    """Steps of an assistant; the settings say which: ``seed``, ``loop`` or ``fused``, and with how many branches."""
+
+    assistant_config = ASSISTANT
+
+    def make_runner(self, buckets, options, settings):
+        self.phase, self.topk = settings.get("phase", "loop"), settings.get("topk", 1)
+        place = {"device": self.device, "dtype": self.model.rotary.dtype}
+        self.assistant = Assistant(self.assistant_config, **place).eval().requires_grad_(requires_grad=False)
+        self.assistant.bind(self.model)
+        fill_randomly(self.assistant, self.assistant_config.num_layers, 3)
+        return self.another(self.phase, buckets, options)
+
+    def another(self, phase, buckets, options):
+        """A runner of another phase over the same models."""
+        about = (self.assistant, self.kv, self.group, buckets, options)
+        if phase == "seed":
+            return SeedRunner(*about, topk=self.topk)
+        tokens = self.tokens_of(self.topk)
+        return DraftLoopRunner(
+            *about, steps=self.steps, topk=self.topk, tokens=tokens, fused=phase == "fused"
+        )
+
+    def inputs(self, committed, seed=0):
+        """One step of rows 1, 2, ... with so many tokens in the cache."""
+        generator = torch.Generator().manual_seed(seed)
+        requests = len(committed)
+        hidden = torch.randn(requests, self.config.hidden_size, generator=generator).to(self.model.rotary)
+        where = {
+            "request_rows": self.tensor(list(range(1, requests + 1))),
+            "seq_lens": self.tensor(committed),
+        }
+        if self.phase != "loop":
+            drawn = torch.randint(self.config.vocab_size, (requests,), generator=generator)
+            return {"input_ids": drawn.to(self.device), "hidden": hidden, **where}
+        scores = torch.rand(requests, self.config.vocab_size, generator=generator)
+        p, index = scores.softmax(-1).topk(self.topk)
+        return {"topk_p": p.to(self.device), "topk_index": index.to(self.device), "hidden": hidden, **where}
+
+
+class WindowDraftWorld(Windowed, DraftWorld):
+    """An assistant of both kinds of layers over a target with sliding windows."""
+
+    assistant_config = replace(ASSISTANT, layer_kinds=("sliding", "full"))
+
+    def inputs(self, committed, seed=0):
+        self.slide([(row, count - 1, 1) for row, count in enumerate(committed, 1)])
+        return super().inputs(committed, seed)
+
+
+@pytest.fixture
+def verifies(device):
+    """Makes worlds with a verify runner and closes them."""
+    yield from worlds(device, VerifyWorld)
+
+
+@pytest.fixture
+def window_verifies(device):
+    """Makes worlds with a verify runner and sliding-window layers and closes them."""
+    yield from worlds(device, WindowVerifyWorld)
+
+
+@pytest.fixture
+def drafts(device):
+    """Makes worlds with a runner of an assistant and closes them."""
+    yield from worlds(device, DraftWorld)
+
+
+@pytest.fixture
+def window_drafts(device):
+    """Makes worlds with an assistant over sliding windows and closes them."""
+    yield from worlds(device, WindowDraftWorld)
 
 
 @pytest.fixture

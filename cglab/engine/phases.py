@@ -1,0 +1,39 @@
+"""Who computes each phase: what an engine and a speculator ask of whoever makes and keeps the runners."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cglab.runners.decode import DecodeRunner
+from cglab.runners.draft_loop import DraftLoopRunner
+from cglab.runners.prefill import PrefillRunner
+from cglab.runners.seed_step import SeedRunner
+from cglab.runners.verify import VerifyRunner
+
+
+class Phases(Protocol):
+    """The runners of plain decoding."""
+
+    def decode(self, *, sampling: bool) -> DecodeRunner:
+        """The runner of decode steps; with ``sampling`` one that draws at each request's temperature."""
+        ...
+
+    def prefill(self) -> PrefillRunner:
+        """The runner of prompt chunks."""
+        ...
+
+
+class DraftPhases(Protocol):
+    """The runners that speculative decoding adds."""
+
+    def verify(self) -> VerifyRunner:
+        """The target over a whole draft of each request."""
+        ...
+
+    def draft_loop(self) -> DraftLoopRunner:
+        """The assistant's steps after the seed; or all of them, where ``seed_step`` is None."""
+        ...
+
+    def seed_step(self) -> SeedRunner | None:
+        """The assistant's first step; None where it is part of the loop."""
+        ...

@@ -1,0 +1,103 @@
+"""Writes a trained assistant as a draft's folder: configuration, bfloat16 weights and card."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from cglab.models.assistant import ARCHITECTURE, Assistant, AssistantConfig
+
+
+def draft_config(config: AssistantConfig) -> dict[str, Any]:
+    """The contents of ``config.json``, as ``AssistantConfig.from_folder`` reads it."""
+    return {"architectures": [ARCHITECTURE], **asdict(config), "dtype": "bfloat16"}
+
+
+def write_assistant(assistant: Assistant, data: Path, out: Path, facts: dict[str, Any]) -> None:
+    """Writes the folder beside its place, then moves it file by file: a reader never sees half a file.
+
+    Args:
+        assistant: the trained assistant.
+        data: what ``pico_corpus.py`` and ``pico_continuations.py`` wrote.
+        out: the draft's folder.
+        facts: of the training and of the held-out measure, for the card.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    corpus = json.loads((data / "manifest.json").read_text())
+    card = {
+        "name": out.name,
+        "parameters": sum(parameter.numel() for parameter in assistant.parameters()),
+        "torch": torch.__version__,
+        **facts,
+        **json.loads((data / "continuations.json").read_text()),
+        "python": corpus["python"],
+        "corpus_sha256": corpus["corpus_sha256"],
+    }
+    tensors = {
+        name: parameter.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, parameter in assistant.named_parameters()
+    }
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+        folder = Path(scratch)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        for name, content in (("config.json", draft_config(assistant.config)), ("card.json", card)):
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / "README.md").write_text(draft_card(card))
+        for file in folder.iterdir():
+            file.chmod(0o644)
+            file.replace(out / file.name)
+
+
+def draft_card(card: dict[str, Any]) -> str:
+    """The draft's card as Markdown."""
+
+    def spread(measured: dict[str, Any]) -> str:
+        shares = ", ".join(f"{length}: {share:.1%}" for length, share in measured["distribution"].items())
+        return f"**{measured['accept_length']:.3f}** ({shares})"
+
+    held_out = card["held_out"]
+    rows = {
+        "target": f"`{card['target']}`",
+        "parameters": f"{card['parameters']:,}",
+        "held-out accept length, 3 steps (maximum 4)": spread(held_out),
+        "n-gram look-up draft on the same prompts": spread(card["look_up"]),
+        "counted on": f"{held_out['prompts']} prompts, {held_out['passes']:,} verify passes, "
+        f"{held_out['tokens_counted']:,} greedy tokens",
+        "distinct 4-grams in these": f"{held_out['distinct_4grams']:.3f}",
+        "training loss of that step": f"{card['train_loss']:.4f}",
+        "steps": f"{card['steps']:,} of {card['planned_steps']:,} planned, {card['batch']} texts each "
+        f"({card['epochs']} epochs)",
+        "seed, peak learning rate": f"{card['seed']}, {card['peak_learning_rate']}",
+        "trained on": f"{card['device']}, {card['seconds']:.0f} s, torch {card['torch']}",
+        "learnt from": f"{card['continuations']:,} prompts of training files, {card['continued_tokens']:,} tokens of "
+        f"the target's own at temperatures {', '.join(map(str, card['temperatures']))}",
+        "continuations SHA-256": f"`{card['continuations_sha256']}`",
+        "corpus": f"standard library of Python {card['python']}",
+        "corpus SHA-256": f"`{card['corpus_sha256']}`",
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"""---
+license: psf-2.0
+---
+# {card["name"]}
+
+A specimen, not a useful model: a frozen-KV draft (two layers that ask the keys and values of its target's last layer
+and write none) for `{card["target"]}`, trained so that accept length in the lab is that of a trained pair.
+
+| | |
+| --- | --- |
+{table}
+
+Accept length is the mean of tokens committed by a verify pass, the bonus token included, along the target's greedy
+continuation of held-out prompts in float32, counted up to where that continuation ends or turns periodic.
+
+The corpus is the source of Python's standard library (PSF License 2.0). Nothing else was used and nothing downloaded.
+`scripts/pico_corpus.py`, `scripts/pico_continuations.py` and `scripts/train_assistant.py` make this folder again, and
+`scripts/pico_accept.py` measures it.
+"""

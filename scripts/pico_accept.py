@@ -1,0 +1,151 @@
+"""Accept length of a draft on held-out prompts, along the target's own greedy continuations.
+
+    PYTHONPATH=. python scripts/pico_accept.py [--draft data/drafts/pico-gqa-assistant] [--tokens 200]
+
+A verify pass commits the drafted tokens that the target would have taken and one of its own, the bonus, so that the
+accept length is 1 to 4 with three steps. Passes count while all that they draft lies before the place where the
+target's continuation ends or turns periodic. An n-gram look-up draft is measured on the same prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from frozen_windows import STEPS, Texts, observe, unroll
+from pico_continuations import continue_texts
+
+from cglab.engine.lookup_draft import lookup_draft
+from cglab.measure.acceptance_rule import counted_length, distinct_ngrams
+from cglab.models.assistant import Assistant
+from cglab.models.decoder import Decoder
+from cglab.models.drafts import load_draft
+from cglab.models.loading import load_model
+
+Draft = Callable[[int], list[int]]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out prompt with the part of the target's greedy continuation that counts.
+
+    Attributes:
+        prompt: token ids.
+        continuation: token ids up to where the text ends or turns periodic.
+        texts: both as one text, with what the target made of it.
+    """
+
+    prompt: list[int]
+    continuation: list[int]
+    texts: Texts
+
+
+def held_out_texts(target: Decoder, prompts: Iterable[list[int]], layer: int, count: int) -> list[HeldOut]:
+    """Continues prompts greedily, each length in one batch.
+
+    Args:
+        target: in float32, so that no ties are rounded away.
+        prompts: token ids.
+        layer: of the target that the draft asks.
+        count: tokens to continue by.
+    """
+    device, found = target.norm.weight.device, []
+    for _, equal in groupby(sorted(prompts, key=len), key=len):
+        batch = torch.tensor(list(equal), device=device)
+        continued = continue_texts(target, batch, count)
+        for prompt, continuation in zip(batch.tolist(), continued.tolist(), strict=True):
+            kept = continuation[: counted_length(continuation, target.config.eos_token_ids)]
+            tokens = torch.tensor([prompt + kept], device=device)
+            counted = torch.tensor([tokens.shape[1]], device=device)
+            found.append(HeldOut(prompt, kept, observe(target, tokens, counted, layer=layer)))
+    return found
+
+
+def passes(continuation: list[int], draft: Draft) -> list[int]:
+    """Accept length of every verify pass along a continuation.
+
+    Args:
+        continuation: the target's tokens; the first comes from the prefill.
+        draft: the drafted tokens after the bonus token at an index of the continuation.
+
+    Returns:
+        1 + accepted drafts of each pass whose ``STEPS`` drafted tokens all lie within the continuation.
+    """
+    lengths, bonus = [], 0
+    while bonus + STEPS < len(continuation):
+        accepted = 0
+        for drafted, wanted in zip(draft(bonus), continuation[bonus + 1 : bonus + 1 + STEPS], strict=False):
+            if drafted != wanted:
+                break
+            accepted += 1
+        lengths.append(1 + accepted)
+        bonus += 1 + accepted
+    return lengths
+
+
+@torch.no_grad()
+def assistant_passes(assistant: Assistant, held_out: HeldOut) -> list[int]:
+    """Accept length of every pass with the assistant's drafts, all computed at once."""
+    if len(held_out.continuation) <= STEPS:
+        return []
+    first = len(held_out.prompt) - 1
+    last = first + len(held_out.continuation) - 1 - STEPS
+    steps = unroll(assistant, held_out.texts, first, last, taught=False)
+    drafted = torch.stack([logits.argmax(-1) for logits, _ in steps], dim=1).tolist()
+    return passes(held_out.continuation, drafted.__getitem__)
+
+
+def lookup_passes(held_out: HeldOut) -> list[int]:
+    """Accept length of every pass with look-up drafts."""
+    text, prompt = held_out.prompt + held_out.continuation, len(held_out.prompt)
+    return passes(held_out.continuation, lambda bonus: lookup_draft(text[: prompt + bonus + 1], STEPS))
+
+
+def summary(lengths: list[list[int]], held_out: list[HeldOut]) -> dict[str, Any]:
+    """Mean over all passes, their distribution, and what they were counted on.
+
+    Args:
+        lengths: of the passes of each prompt.
+        held_out: the prompts.
+    """
+    every = Counter(length for prompt in lengths for length in prompt)
+    distinct = [distinct_ngrams(text.continuation) for text in held_out]
+    return {
+        "accept_length": sum(length * count for length, count in every.items()) / every.total(),
+        "distribution": {
+            str(length): round(every[length] / every.total(), 4) for length in range(1, STEPS + 2)
+        },
+        "passes": every.total(),
+        "prompts": len(held_out),
+        "tokens_counted": sum(len(text.continuation) for text in held_out),
+        "distinct_4grams": sum(distinct) / len(distinct),
+    }
+
+
+def main() -> None:
+    """Reads the command line and prints both measures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=Path("data/models/pico-gqa"))
+    parser.add_argument("--draft", type=Path, default=Path("data/drafts/pico-gqa-assistant"))
+    parser.add_argument("--tokens", type=int, default=200, help="greedy tokens after each prompt")
+    options = parser.parse_args()
+    target = load_model(options.model, device="cpu", dtype=torch.float32).model
+    assistant = load_draft(options.draft, target).model
+    prompts = [prompt["ids"] for prompt in json.loads((options.model / "prompts.json").read_text())]
+    held_out = held_out_texts(target, prompts, assistant.layers[-1], options.tokens)
+    for name, measure in (
+        ("assistant", lambda text: assistant_passes(assistant, text)),
+        ("look-up", lookup_passes),
+    ):
+        print(json.dumps({name: summary([measure(text) for text in held_out], held_out)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

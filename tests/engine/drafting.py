@@ -1,0 +1,179 @@
+"""Engines that speculate: the runners on a small target and assistant, and a draft that knows what will be said."""
+
+from dataclasses import replace
+
+import torch
+
+from cglab.engine.batches import SchedulerOptions
+from cglab.engine.engine import Engine
+from cglab.engine.speculator import Speculator
+from cglab.graphs.coverage import Coverage
+from cglab.graphs.options import Options
+from cglab.lab.phases import LabPhases
+from cglab.lab.techniques import Captures
+from cglab.models import draft_tree
+from cglab.models.assistant import Assistant, AssistantConfig
+from cglab.models.kv import PagedKV
+from cglab.models.loading import fill_randomly, random_model
+from cglab.runners.base import GraphGroup
+from cglab.runners.draft_loop import DraftLoopRunner
+from cglab.runners.seed_step import SeedRunner
+from cglab.runners.verify import VerifyRunner
+from tests.runners.conftest import CONFIG, WINDOWED
+
+BACKENDS = {"graph": "full", "eager": "eager"}
+
+
+class DraftRunners:
+    """The runners of one speculation, made when first asked for."""
+
+    def __init__(self, models, group, buckets, speculation, *, seed="graph", backend="full"):
+        self.models, self.group, self.buckets, self.speculation = models, group, buckets, speculation
+        self.seed, self.backend, self.made = seed, backend, {}
+
+    def _runner(self, kind, model, backend, **sizes):
+        if kind not in self.made:
+            options = Options(strict=True, backend=backend)
+            runner = kind(model, self.models.kv, self.group, self.buckets, options, **sizes)
+            runner.capture()
+            self.made[kind] = runner
+        return self.made[kind]
+
+    def verify(self):
+        size = self.speculation
+        return self._runner(
+            VerifyRunner, self.models.target, self.backend, width=size.width, topk=size.topk, steps=size.steps
+        )
+
+    def draft_loop(self):
+        size = self.speculation
+        return self._runner(
+            DraftLoopRunner, self.models.assistant, self.backend, steps=size.steps, topk=size.topk,
+            tokens=size.width, fused=self.seed == "fused",
+        )  # fmt: skip
+
+    def seed_step(self):
+        if self.seed == "fused":
+            return None
+        backend = BACKENDS[self.seed] if self.backend != "eager" else "eager"
+        return self._runner(SeedRunner, self.models.assistant, backend, topk=self.speculation.topk)
+
+
+class Prophet:
+    """A draft loop that knows what the target will say and proposes it in a column of its choice, or never.
+
+    Args:
+        speculation: sizes of a draft.
+        outputs: by index of a request, what plain decoding says.
+        column: of a request and position, where among the branches the truth is; None for nowhere.
+    """
+
+    def __init__(self, speculation, outputs, column):
+        self.speculation, self.outputs, self.column = speculation, outputs, column
+        self.engine, self.counts = None, Coverage()
+
+    def coverage(self):
+        return self.counts
+
+    def run(self, live, request_rows, seq_lens, **start):
+        running = {request.row: request for request in self.engine.scheduler.running}
+        requests = [running[row] for row in request_rows.tolist()]
+        assert [request.computed for request in requests] == seq_lens.tolist()
+        levels, k = [], self.speculation.topk
+        for step in range(self.speculation.steps):
+            rows = torch.tensor([self._candidates(request, step) for request in requests])
+            if not levels:
+                odds = torch.arange(k, 0, -1.0).expand(live, -1)
+                levels.append(draft_tree.first_candidates(odds / odds.sum(), rows))
+            else:
+                odds = torch.arange(k, 0, -1.0).expand(live * k, -1) / (k * (k + 1) / 2)
+                levels.append(draft_tree.next_candidates(levels[-1], odds, rows.repeat_interleave(k, 0)))
+        draft = draft_tree.organize(levels, self.speculation.lookahead)
+        return draft_tree.Draft(*(part.to(request_rows.device) for part in draft))
+
+    def _candidates(self, request, step):
+        """k different tokens, the true one among them if so decided."""
+        place = len(request.output) + step
+        output = self.outputs[request.index]
+        true = output[place] if place < len(output) else 0
+        tokens = [(true + 1 + other) % CONFIG.vocab_size for other in range(self.speculation.topk)]
+        column = self.column(request, place)
+        if column is not None:
+            tokens[column] = true
+        return tokens
+
+
+class Foretold(DraftRunners):
+    """Runners whose loop is a ``Prophet``."""
+
+    prophet = None
+
+    def draft_loop(self):
+        return self.prophet
+
+
+class Models:
+    """A random target with its cache and a random assistant.
+
+    Args:
+        device: where they are.
+        windowed: the target has sliding-window layers, and the assistant asks one.
+        pages: of each pool.
+        rows: of requests.
+        max_context: positions of a row.
+    """
+
+    def __init__(self, device, *, windowed=False, pages=65, rows=9, max_context=64):
+        # Not tied: random targets that are repeat one token, which a wrong cache would not change.
+        config = replace(WINDOWED if windowed else CONFIG, tie_embeddings=False)
+        self.target = random_model(config, device=device, dtype=torch.float32, seed=1)
+        self.kv = PagedKV(
+            config, pages=pages, page_size=4, rows=rows, max_context=max_context, device=device, dtype=torch.float32,
+            window_pages=pages if windowed else None,
+        )  # fmt: skip
+        kinds = ("sliding", "full") if windowed else ("full",)
+        shape = AssistantConfig(
+            config.vocab_size, config.hidden_size, 16, 24, kinds, num_heads=4, num_kv_heads=2, head_dim=8
+        )
+        self.assistant = Assistant(shape, device=device, dtype=torch.float32).requires_grad_(
+            requires_grad=False
+        )
+        fill_randomly(self.assistant, len(kinds), 1)
+        self.assistant.bind(self.target)
+
+
+class Bench:
+    """Makes engines over one set of models, plain and speculating, and closes their runners."""
+
+    def __init__(self, device, *, buckets=(1, 2, 4, 8), **sizes):
+        self.device, self.buckets, self.sizes = device, buckets, sizes
+        self.made, self.models = [], None
+
+    def engine(self, speculation=None, *, backend="eager", seed="graph", draft=None, budget=16, **policy):
+        """An engine on a cache of its own; ``draft`` is the outputs and the column of a ``Prophet``."""
+        self.models = models = Models(self.device, **self.sizes)
+        group, captures = GraphGroup(self.device), Captures()
+        captures.decode = captures.prefill = "eager"
+        phases = LabPhases(
+            models.target, models.kv, group, captures, buckets=self.buckets, prefill_buckets=(16,),
+            options=Options(strict=True),
+        )  # fmt: skip
+        options, speculator = SchedulerOptions(budget, **policy), None
+        self.made.append(phases)
+        if speculation:
+            kind = Foretold if draft else DraftRunners
+            runners = kind(models, group, self.buckets, speculation, seed=seed, backend=backend)
+            if draft:
+                runners.prophet = Prophet(speculation, *draft)
+            speculator = Speculator(models.target, models.assistant, models.kv, runners, speculation)
+            speculator.hidden.fill_(float("nan"))  # a state that was not written is told
+            self.made += [runners]
+        engine = Engine(models.target, models.kv, phases, options, speculator)
+        if draft:
+            runners.prophet.engine = engine
+        return engine
+
+    def close(self):
+        for made in self.made:
+            for runner in made.made.values() if isinstance(made, DraftRunners) else [made]:
+                runner.close()
