@@ -77,7 +77,8 @@ class Speculator:
         """The runners in use, by technique."""
         seed = self.phases.seed_step()
         others: dict[str, Runner[int]] = {
-            "draft_loop": self.phases.draft_loop(), "verify": self.phases.verify()
+            "draft_loop": self.phases.draft_loop(),
+            "verify": self.phases.verify(),
         }
         return others if seed is None else {"seed_step": seed, **others}
 
