@@ -135,7 +135,7 @@ class DraftSampler:
                 f"{self.hidden_size} for whole blocks of {width}: what BlockDraft.forward returns"
             )
         requests = shape[0] // width
-        rows = hidden.view(requests, width, -1)[:, 1:].reshape(requests * (width - 1), -1)
+        rows = hidden.view(requests, width, self.hidden_size)[:, 1:].reshape(-1, self.hidden_size)
         return self._best(self._scores(rows)).view(requests, width - 1)
 
     def _scores(self, rows: Tensor) -> Tensor:

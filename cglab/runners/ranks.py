@@ -16,6 +16,7 @@ RECORDED: Final = {"cuda": "nccl", "cpu": "gloo"}
 """Which backend's collectives a recording holds, by the device of the tensors."""
 
 _groups: dict[str, dist.ProcessGroup] = {}
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name changed
 
 
 class Ranks(Protocol):
@@ -32,7 +33,7 @@ class Ranks(Protocol):
         ...
 
     def gather(self, mine: Tensor) -> Tensor:
-        """[count, *mine.shape]: what each rank gave, in order."""
+        """[count, *mine.shape]: what each rank gave, in order; ``mine`` has at least one axis."""
         ...
 
 
@@ -55,11 +56,11 @@ class ProcessRanks:
 
     def gather(self, mine: Tensor) -> Tensor:
         """See ``Ranks``."""
-        gathered = mine.new_empty((self.count, *mine.shape))
+        gathered = mine.new_empty((self.count * len(mine), *mine.shape[1:]))  # Gloo takes no other form
         _gather(gathered, mine.contiguous(), self.group.group_name)
-        return gathered
+        return gathered.view(self.count, *mine.shape)
 
 
 @torch.library.custom_op("cglab::gather_ranks", mutates_args=("gathered",))
 def _gather(gathered: Tensor, mine: Tensor, group: str) -> None:
-    dist.all_gather_into_tensor(gathered, mine, group=_groups[group])
+    _all_gather(gathered, mine, group=_groups[group])
