@@ -100,6 +100,29 @@ class BlockDraftConfig:
         )  # fmt: skip
 
 
+def spread(target_layers: int, draft_layers: int) -> tuple[int, ...]:
+    """The context layers of a draft that names none: as many as it has layers, evenly from 1 to the third from the end.
+
+    It is how SGLang chooses them; a single one is the middle.
+
+    Args:
+        target_layers: of the target.
+        draft_layers: of the draft.
+
+    Raises:
+        ModelError: if the target has too few.
+    """
+    if draft_layers == 1:
+        return (target_layers // 2,)
+    reach = target_layers - 4
+    if draft_layers > reach + 1:
+        raise ModelError(
+            f"a target of {target_layers} layers has no {draft_layers} different ones from 1 to {target_layers - 3}; "
+            "name the context layers"
+        )
+    return tuple(round(1 + index * reach / (draft_layers - 1)) for index in range(draft_layers))
+
+
 class BlockDraft(nn.Module):
     """A block draft; ``bind`` makes it a target's.
 

@@ -5,14 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cglab.errors import ModelError
 from cglab.models.attention import DecodeAttention
-from cglab.models.block_draft import BlockDraft, BlockDraftConfig
+from cglab.models.block_draft import BlockDraft, BlockDraftConfig, spread
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Portable, Taps
+from cglab.models.decoder import Decoder, Portable, Taps
+from cglab.models.drafts import DRAFT_PRESETS, DraftSource, find_draft, load_draft
 from cglab.models.kv import PagedKV
 from cglab.models.loading import fill_randomly, random_model
+from cglab.models.presets import PRESETS
 from cglab.models.rotary import rotate
 
 TARGET = ModelConfig(
@@ -142,3 +145,45 @@ def test_a_folder_reads_as_what_was_written(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["FrozenKVAssistant"], **fields}))
     with pytest.raises(ModelError, match="supported: BlockDraft"):
         BlockDraftConfig.from_folder(tmp_path)
+
+
+def test_a_draft_is_opened_as_the_kind_that_its_configuration_names(tmp_path):
+    """Written with random weights, read back, and drafting the same; the architecture alone says which kind it is."""
+    target = random_model(TARGET, device="cpu", dtype=torch.float32, seed=0)
+    written = load_draft(DraftSource(DRAFT, None), target, seed=3)
+    assert written.weights == "random" and written.model.target is target
+    fields = {name: getattr(DRAFT, name) for name in BlockDraftConfig.__dataclass_fields__}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BlockDraft"], **fields}))
+    save_file(written.model.state_dict(), tmp_path / "model.safetensors")
+    read = load_draft(tmp_path, target)
+    assert isinstance(read.model, BlockDraft) and read.config == DRAFT and read.weights == "trained"
+    pairs = zip(written.model.parameters(), read.model.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    with pytest.raises(ModelError, match="an FrozenKVAssistant is needed and this draft is a BlockDraft"):
+        _ = read.assistant
+    with pytest.raises(ModelError, match="backbone_size is 32, the target's 64"):
+        load_draft(tmp_path, random_model(replace(TARGET, hidden_size=64), device="cpu", dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "layers"),
+    [(36, 5, (1, 9, 17, 25, 33)), (28, 3, (1, 13, 25)), (36, 1, (18,)), (5, 2, (1, 2)), (4, 1, (2,))],
+)
+def test_context_layers_are_spread_evenly_over_the_target(target, draft, layers):
+    assert spread(target, draft) == layers
+
+
+@pytest.mark.parametrize(("target", "draft"), [(4, 2), (3, 2), (8, 6)])
+def test_a_target_with_too_few_layers_to_spread_over_is_refused(target, draft):
+    with pytest.raises(ModelError, match=f"a target of {target} layers has no {draft} different ones"):
+        spread(target, draft)
+
+
+def test_the_published_shape_fits_its_target_and_opens_by_name():
+    config = find_draft("qwen3-8b-dflash").config
+    assert config is DRAFT_PRESETS["qwen3-8b-dflash"] and (config.num_layers, config.block_size) == (5, 8)
+    target = Decoder(PRESETS["qwen3-8b"], device="meta", dtype=torch.bfloat16)
+    draft = BlockDraft(config, device="meta", dtype=torch.bfloat16)
+    draft.bind(target)
+    shapes = [[p.shape for p in model.blocks[0].parameters()] for model in (draft, target)]
+    assert shapes[0] == shapes[1], "the layers are as wide as the target's"
