@@ -6,6 +6,7 @@
 | ``CGLAB_MODEL`` | a preset, a model folder or a hub id | ``pico-gqa`` |
 | ``CGLAB_OPS`` | ``auto``, ``portable``, ``compiled`` | ``auto``: compiled on a CUDA device, else portable |
 | ``CGLAB_DATA`` | an existing folder | ``data`` in the repository |
+| ``CGLAB_DISABLE_SEED_GRAPH`` | ``0``, ``1`` | ``0``; ``1`` keeps the seed step eager, whatever its toggle says |
 
 A value that is not good, and a ``CGLAB_`` variable that is not in the table, is an error and never a guess: a
 misspelt ``CGLAB_DEVICE`` would otherwise measure the wrong machine in silence.
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 DEVICES = ("auto", "cpu", "cuda")
 FORMS = ("auto", "portable", "compiled")
-VARIABLES = ("CGLAB_DATA", "CGLAB_DEVICE", "CGLAB_MODEL", "CGLAB_OPS")
+SWITCH = ("0", "1")
+SEED_GRAPH_SWITCH = "CGLAB_DISABLE_SEED_GRAPH"
+VARIABLES = ("CGLAB_DATA", "CGLAB_DEVICE", SEED_GRAPH_SWITCH, "CGLAB_MODEL", "CGLAB_OPS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,14 @@ class Settings:
         model: the model that notebooks and commands run; whether it exists is for the loader to say.
         ops: the form in which models compute; None for the device's own default.
         data: folder of shipped models, published tables and recorded results.
+        seed_graph: whether the assistant's seed step may be captured.
     """
 
     device: str
     model: str
     data: Path
     ops: str | None = None
+    seed_graph: bool = True
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -77,7 +82,11 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         message = f"CGLAB_OPS={ops!r} is not a form of ops; good values are {', '.join(FORMS)}"
         raise ToggleError(message)
     model = variables.get("CGLAB_MODEL") or "pico-gqa"
-    return Settings(device=requested, model=model, data=data, ops=None if ops == "auto" else ops)
+    switch = variables.get(SEED_GRAPH_SWITCH) or "0"
+    if switch not in SWITCH:
+        message = f"{SEED_GRAPH_SWITCH}={switch!r} is no switch; good values are {', '.join(SWITCH)}"
+        raise ToggleError(message)
+    return Settings(requested, model, data, None if ops == "auto" else ops, seed_graph=switch == "0")
 
 
 def device(settings: Settings | None = None) -> torch.device:

@@ -198,7 +198,7 @@ class RequestMemory:
         """
         pages = self.layout.pages_of(tokens)
         missing = max(pages - len(request.pages), 0)  # a prompt has all of its pages before its chunks
-        windowed = max(pages - len(request.window_pages), 0) if self.layout.window else 0
+        windowed = pages - len(request.window_pages) if self.layout.window else 0
         if missing > self.pages.available or windowed > self.window_pages.free:
             return False
         if missing or windowed:

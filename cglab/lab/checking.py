@@ -10,6 +10,7 @@ import torch
 
 from cglab.errors import ToggleError
 from cglab.lab.decode_cases import DecodeOracles
+from cglab.lab.draft_cases import LoopOracles, SeedOracles, VerifyOracles
 from cglab.lab.oracles import StepOracles
 from cglab.lab.plants import planted
 from cglab.lab.prefill_cases import PrefillOracles
@@ -18,7 +19,10 @@ from cglab.lab.verdicts import TechniqueParity
 from cglab.models.loading import LoadedModel, find_model, load_model, random_model
 from cglab.models.ops import check_ops
 
-CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {"decode": DecodeOracles, "prefill": PrefillOracles}
+CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {
+    "decode": DecodeOracles, "verify": VerifyOracles, "draft_loop": LoopOracles, "seed_step": SeedOracles,
+    "prefill": PrefillOracles,
+}  # fmt: skip
 """How each available technique is checked; the suite fails for one that is missing here."""
 
 MODEL, WINDOW = "pico-gqa", 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -17,27 +16,25 @@ from cglab.engine.generation import Generation
 from cglab.engine.load import Load
 from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Event, Request, Sampling
+from cglab.engine.speculator import Speculator
 from cglab.engine.workload import Step
 from cglab.errors import ClosedError
-from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode
+from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode, sglang_speculative
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
-from cglab.lab import steps
+from cglab.lab import comparing, steps
 from cglab.lab.comparison import Comparison, Profile
+from cglab.lab.drafting import DraftPlan, open_draft, use_ops_of_both
 from cglab.lab.load_run import LoadRun, run_load
 from cglab.lab.phases import LabPhases, prefill_sizes
-from cglab.lab.profiles import save_profile, trace_path
 from cglab.lab.prompts import Prompts, encode, sample_prompts
 from cglab.lab.sweep import Sweep
-from cglab.lab.techniques import Captures, check_arms
-from cglab.measure.ab import interleave
+from cglab.lab.techniques import Captures
 from cglab.measure.memory import Memory, memory_now
 from cglab.measure.parity import Parity
-from cglab.measure.profiling import profile
 from cglab.models.compiled import nothing_compiled
 from cglab.models.loading import ModelSource, load_model
-from cglab.models.ops import use_ops
 from cglab.runners.base import GraphGroup, Runner
 
 
@@ -48,6 +45,7 @@ class Lab:
         captures: the toggles; a change takes effect with the next call.
         model, config, tokenizer: what was opened.
         weights: ``trained`` or ``random``.
+        draft, drafting: name of the draft model, and the model with its speculation; None without one.
         engine: requests and the paged cache.
         sizes: how large measured steps are, and can be.
     """
@@ -56,8 +54,9 @@ class Lab:
         self, name: str | Path, source: ModelSource, layout: CacheLayout, *,
         device: torch.device, dtype: torch.dtype, ops: str, buckets: Sequence[int] | None,
         prefill_buckets: Sequence[int] | None, scheduling: SchedulerOptions, padding: bool, seed: int, debug: bool,
+        draft: DraftPlan | None = None,
     ) -> None:  # fmt: skip
-        sizes = sglang_decode if padding else exact_sizes
+        sizes = exact_sizes if not padding else sglang_decode if draft is None else sglang_speculative
         self.buckets = bucket_list(layout.rows - 1, sizes, explicit=buckets)
         self.prefill_buckets = prefill_sizes(scheduling.token_budget, prefill_buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
@@ -69,12 +68,19 @@ class Lab:
             source, device=device, dtype=dtype, seed=seed
         )
         kv = paged_kv(layout, self.config, device=device, dtype=dtype)
-        use_ops(ops, self.model, kv)
+        self.draft = None if draft is None else draft.name
+        self.drafting = None if draft is None else open_draft(draft, self.model, seed=seed)
+        use_ops_of_both(ops, self.model, kv, self.drafting)
         self.phases = LabPhases(
-            self.model, kv, self.group, self.captures, buckets=self.buckets,
-            prefill_buckets=self.prefill_buckets, options=Options(padding=padding, debug=debug),
+            self.model, kv, self.group, self.captures, buckets=self.buckets, prefill_buckets=self.prefill_buckets,
+            options=Options(padding=padding, debug=debug), drafting=self.drafting,
         )  # fmt: skip
-        self.engine = Engine(self.model, kv, self.phases, scheduling)
+        speculator = None
+        if self.drafting is not None:
+            speculator = Speculator(
+                self.model, self.drafting.assistant, kv, self.phases, self.drafting.speculation
+            )
+        self.engine = Engine(self.model, kv, self.phases, scheduling, speculator)
         self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
     @property
@@ -90,7 +96,19 @@ class Lab:
     @property
     def max_context(self) -> int:
         """Longest request, prompt and new tokens, in tokens."""
-        return self.engine.max_context
+        ahead = 0 if self.drafting is None else self.drafting.speculation.lookahead
+        return self.engine.max_context - ahead
+
+    @property
+    def drafted(self) -> dict[str, Any]:
+        """Sizes of drafts, as they are recorded; nothing without a draft model."""
+        if self.drafting is None:
+            return {}
+        sizes = self.drafting.speculation
+        return {
+            "draft": self.draft, "draft_steps": sizes.steps, "topk": sizes.topk, "width": sizes.width,
+            "pinned": sizes.pinned,
+        }  # fmt: skip
 
     @property
     def prefix_reuse_reason(self) -> str | None:
@@ -172,43 +190,30 @@ class Lab:
     ) -> Comparison:
         """Measures settings of one toggle in turns, with parity and coverage beside the times.
 
+        A seed step is timed together with the draft loop after it: fused, they are one graph.
+
         Args:
             name: the toggle.
             arms: its values; the first is the reference of the ratios.
             instances: turns of each arm.
             repeats: timed steps in a turn.
-            **sizes: of the step; ``batch`` and ``context`` of decode, ``tokens``, ``cached`` and ``requests`` of
-                prefill.
+            **sizes: of the step; ``tokens``, ``cached`` and ``requests`` of prefill, ``batch`` and ``context`` of
+                all others.
 
         Raises:
             ToggleError: for an unknown toggle or value.
         """
         self._require_open()
-        checked = check_arms(name, arms)
-        runners = {arm: self.runner(arm, name) for arm in checked}
-        with steps.fixed_step(self.engine, name, sizes, self.sizes) as step, nothing_compiled(self.model):
-            before = {arm: runner.coverage().copy() for arm, runner in runners.items()}
-            parity = {arm: steps.step_parity(runners[arm], step) for arm in checked if arm != "eager"}
-            times = interleave(
-                {arm: steps.timed(runner, step, self.device) for arm, runner in runners.items()},
-                instances=instances,
-                repeats=repeats,
-            )
-            workload = self.describe(step, name)
-        return Comparison(
-            name, self.name, workload, self.group.recorder.name, times, parity,
-            {arm: runner.coverage() - before[arm] for arm, runner in runners.items()},
-            {arm: runner.captured.memory() for arm, runner in runners.items()},
-        )  # fmt: skip
+        return comparing.compare(self, name, arms, sizes, instances=instances, repeats=repeats)
 
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
-        described = steps.describe(step, self.runner("eager", name))
-        return {**described, "cache": self.max_context, "ops": self.ops}
+        described = steps.describe(step, self.phases.arm(name, "eager"))
+        return {**described, "cache": self.max_context, "ops": self.ops, **self.drafted}
 
     def step_parity(self, mode: str, step: Step, name: str = "decode") -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1)."""
-        return steps.step_parity(self.runner(mode, name), step)
+        return steps.step_parity(self.phases.arm(name, mode), step)
 
     def sweep(
         self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
@@ -223,7 +228,7 @@ class Lab:
 
     def profile(
         self, name: str = "decode", arms: Sequence[str] = ("eager", "full"), *, repeats: int = 3,
-        save: str | Path | None = None, **sizes: int | None,
+        save: str | Path | None = None, whole: bool = False, **sizes: int | None,
     ) -> Profile:  # fmt: skip
         """Traces a few steps of each arm; never used for times.
 
@@ -232,20 +237,13 @@ class Lab:
             arms: its values.
             repeats: traced steps of each arm.
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
+            whole: of the seed step's arms, the whole speculative step that each is part of: draft, verify, acceptance.
             **sizes: of the step, as in ``compare``.
         """
         self._require_open()
-        checked, traces = check_arms(name, arms), {}
-        with steps.fixed_step(self.engine, name, sizes, self.sizes) as step:
-            for arm in checked:
-                runner = self.runner(arm, name)
-                run = partial(runner.run, step.live, **step.inputs)
-                kept = save and trace_path(save, name, arm)
-                traces[arm] = profile(run, steps=repeats, device=self.device, save=kept)
-            made = Profile(name, self.name, self.describe(step, name), traces)
-        if save is not None:
-            save_profile(made, save, self.device)
-        return made
+        if whole and name == "seed_step":
+            return comparing.trace_whole(self, arms, sizes, repeats=repeats, save=save)
+        return comparing.trace(self, name, arms, sizes, repeats=repeats, save=save)
 
     def coverage(self, name: str = "decode") -> dict[str, Coverage]:
         """Captured and eager steps of a technique since the lab was opened, by mode, with reasons."""
@@ -275,7 +273,10 @@ class Lab:
         self._closed = True
         self.phases.close()
         self.group.close()
-        self.model.to("meta")
+        for model in (self.model, self.drafting and self.drafting.assistant):
+            if model is not None:
+                model.to("meta")
+        self.drafting = None
         del self.engine, self.model, self.phases
         gc.collect()
         if self.device.type == "cuda":

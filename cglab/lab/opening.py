@@ -11,7 +11,9 @@ import torch
 from cglab import settings
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.memory import CacheLayout
+from cglab.engine.speculation import Speculation
 from cglab.errors import InputError, ModelError
+from cglab.lab.drafting import plan_draft
 from cglab.lab.facade import Lab
 from cglab.models.loading import find_model
 from cglab.models.ops import check_ops
@@ -38,6 +40,8 @@ def open_lab(
     seed: int = 0,
     debug: bool = False,
     ops: str | None = None,
+    draft: str | Path | None = None,
+    speculation: Speculation | None = None,
 ) -> Lab:
     """Opens a model.
 
@@ -59,13 +63,17 @@ def open_lab(
         padding: pad to a bucket; without it every size up to ``max_batch`` is captured.
         seed: of random weights.
         debug: outputs refuse to be read once they are stale.
+        draft: a draft model for speculative decoding: a shipped one, a folder, or a published shape with random
+            weights; None decodes plainly.
+        speculation: how much is drafted; None for three steps of one candidate each.
         ops: ``portable`` or ``compiled``; None takes ``CGLAB_OPS``, else compiled on a GPU, portable on a CPU.
 
     Raises:
-        ModelError: if there is no such model, or it is damaged.
+        ModelError: if there is no such model or draft, it is damaged, or the draft is another model's.
         DeviceError: if the device is not there.
         ToggleError: for ops that the device cannot use.
-        InputError: for a dtype that weights cannot have, or a size that makes no sense: before a weight is loaded.
+        InputError: for a dtype that weights cannot have, speculation without a draft, or a size that makes no sense:
+            before a weight is loaded.
     """
     if name is not None and not isinstance(name, str | Path):
         raise ModelError(f"a model is named by a string or a path, not by {name!r}")
@@ -85,12 +93,16 @@ def open_lab(
     sizes = {what: given[what] or default for what, default in defaults.items()}
     name = name or settings.read_settings().model
     source = find_model(name)
+    plan = plan_draft(draft, speculation, source.config)
+    ahead = (
+        0 if plan is None else plan.speculation.lookahead
+    )  # drafts of a request's last token have positions too
     layout = CacheLayout.for_requests(
-        sizes["max_batch"], min(sizes["max_context"], source.config.max_position), PAGE_SIZE, tokens=cache_tokens,
-        budget=sizes["token_budget"], window=source.config.sliding_window,
+        sizes["max_batch"], min(sizes["max_context"], source.config.max_position - ahead), PAGE_SIZE,
+        tokens=cache_tokens, budget=sizes["token_budget"], window=source.config.sliding_window, lookahead=ahead,
     )  # fmt: skip
     return Lab(
         name, source, layout, device=where, dtype=dtype, buckets=buckets, prefill_buckets=prefill_buckets,
         scheduling=SchedulerOptions(sizes["token_budget"], prefix_reuse=prefix_reuse, mixed=mixed),
-        padding=padding, seed=seed, debug=debug, ops=form,
+        padding=padding, seed=seed, debug=debug, ops=form, draft=plan,
     )  # fmt: skip

@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cglab.engine.cache import paged_kv
 from cglab.engine.memory import CacheLayout, RequestMemory
 from cglab.graphs.out_forms import same_bits
+from cglab.lab.poison import poison
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.drift import Drift
-from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel
 from cglab.models.ops import use_ops
 from cglab.runners.base import GraphGroup, Runner
@@ -36,6 +36,7 @@ Outcome = dict[
 ]  # of a step: tokens, logits, what else the phase hands out, keys and values of every pool
 State = Mapping[str, Tensor]  # keys and values of every pool, by their names in ``PagedKV.caches``
 R = TypeVar("R", bound=Runner[Any])
+KINDS = {"logits": "logits", "hidden": "hidden", "probabilities": "probabilities", "told": "probabilities"}
 PAGE_SIZE, MAX_CONTEXT, TIE_SHARE = 16, 96, 0.01
 ALL_HEIGHTS = 40  # in so many first steps rounding is measured at every height: a few cases have a bound too
 
@@ -58,8 +59,9 @@ class Step:
 class StepOracles(ABC, Generic[R]):
     """Checks the runners of one technique, step by step.
 
-    Subclasses say how many ``requests`` there are at most, at which ``heights`` rounding is measured, and with what
-    a slot's spare rows are filled there where that is not 0 (``filler``).
+    Subclasses say how many ``requests`` there are at most, at which ``heights`` rounding is measured, with what a
+    slot's spare rows are filled there where that is not 0 (``filler``), how many positions ahead a step stores
+    (``lookahead``), what tokens are chosen by (``scores``), and how many rows come out for a live one (``width``).
 
     Args:
         loaded: a model with small layers.
@@ -76,21 +78,25 @@ class StepOracles(ABC, Generic[R]):
     requests: ClassVar[int]
     heights: ClassVar[Sequence[int]]
     filler: ClassVar[Mapping[str, int]] = {}
+    lookahead: ClassVar[int] = 0
+    scores: ClassVar[str] = "logits"
+    width = 1
 
     def __init__(self, loaded: LoadedModel, device: torch.device, seed: int, ops: str = "portable") -> None:
         dtype = loaded.model.embedding.weight.dtype
         self.exact = dtype == torch.float32
         self.loaded, self.device = loaded, device
         layout = CacheLayout.for_requests(
-            self.requests, MAX_CONTEXT, PAGE_SIZE, budget=MAX_CONTEXT, window=loaded.config.sliding_window
-        )
+            self.requests, MAX_CONTEXT, PAGE_SIZE, budget=MAX_CONTEXT, window=loaded.config.sliding_window,
+            lookahead=self.lookahead,
+        )  # fmt: skip
         self.memory = RequestMemory(layout, MAX_CONTEXT, prefix_reuse=False)
         self.kv = paged_kv(layout, loaded.config, device=device, dtype=dtype)
-        use_ops(ops, loaded.model, self.kv)
+        self.use_ops(ops)
         generator = torch.Generator(device).manual_seed(seed)
         for cache in self.kv.caches().values():
             cache.normal_(generator=generator)
-        self._kinds = {"logits": "logits", "hidden": "hidden"} | dict.fromkeys(self.kv.caches(), "kv")
+        self._kinds = KINDS | dict.fromkeys(self.kv.caches(), "kv")
         self._clean = self._state()
         self.random = np.random.default_rng(seed)
         # The sequences do not depend on how drift is measured.
@@ -107,6 +113,10 @@ class StepOracles(ABC, Generic[R]):
             "ops": ops,
         }
         self.result = TechniqueParity(self.technique, **names)
+
+    def use_ops(self, ops: str) -> None:
+        """Sets the form in which the models compute over the cache."""
+        use_ops(ops, self.loaded.model, self.kv)
 
     @abstractmethod
     def make_runners(self) -> dict[tuple[str, bool], R]:
@@ -154,14 +164,10 @@ class StepOracles(ABC, Generic[R]):
         replayed = runner.coverage().captured > before
         self.result.steps += 1
         self.result.captured += replayed
-        leaves = output if isinstance(output, tuple) else (output,)
-        if wrong := [leaf.shape[0] for leaf in leaves if leaf.shape[0] != step.rows]:
-            self.result.fault(1, where, f"{wrong[0]} rows came out for {step.rows} live ones")
-            output = (
-                tuple(leaf[: step.rows] for leaf in leaves)
-                if isinstance(output, tuple)
-                else output[: step.rows]
-            )
+        leaves, live = output if isinstance(output, tuple) else (output,), step.rows * self.width
+        if wrong := [leaf.shape[0] for leaf in leaves if leaf.shape[0] != live]:
+            self.result.fault(1, where, f"{wrong[0]} rows came out for {live} live ones")
+            output = _head(output, live)
         got = self._outcome(runner, output, step)
         if replayed and not wrong:
             size = min(s for s in runner.captured.captured_sizes if s >= step.rows)
@@ -208,12 +214,7 @@ class StepOracles(ABC, Generic[R]):
         for height, way in [*ways, (step.rows, sdpa_kernel(SDPBackend.MATH))]:
             with self._from(state), way:
                 taller = runner.run_live_eager(step.live, **self._padded(step, height))
-                head = (
-                    tuple(t[: step.rows] for t in taller)
-                    if isinstance(taller, tuple)
-                    else taller[: step.rows]
-                )
-                other = self._outcome(runner, head, step)
+                other = self._outcome(runner, _head(taller, step.rows * self.width), step)
             for name, kind in self._kinds.items():
                 if name in want:
                     self.drift.allow(kind, other[name], want[name])
@@ -222,24 +223,28 @@ class StepOracles(ABC, Generic[R]):
         """The inputs with rows of padding of our own: the runner's may be what is wrong."""
         more = height - step.rows
         return {
-            name: torch.cat([value, value.new_full((more,), self.filler.get(name, 0))])
+            name: torch.cat([value, value.new_full((more * len(value) // step.rows, *value.shape[1:]), fill)])
             for name, value in step.inputs.items()
+            for fill in (self.filler.get(name, 0),)
         }
 
     def _near(self, got: Outcome, want: Outcome, where: dict[str, Any]) -> None:
         for name, kind in self._kinds.items():
             if name in want:
                 self.drift.judge(kind, got[name], want[name], where)
-        parted = got["tokens"] != want["tokens"]
-        self.result.compared_tokens += parted.numel()
-        for row in parted.nonzero().flatten().tolist():
+        self.result.compared_tokens += got["tokens"].numel()
+        self._parted += [(where | {"row": row}, gap) for row, gap in self.parted(got, want)]
+
+    def parted(self, got: Outcome, want: Outcome) -> Iterator[tuple[int, float]]:
+        """Tokens that differ from live eager: the row, and how far the choice lies below live eager's best."""
+        for row in (got["tokens"] != want["tokens"]).nonzero().flatten().tolist():
             scores = want["logits"][row].double()
-            self._parted.append((where | {"row": row}, float(scores.max() - scores[got["tokens"][row]])))
+            yield row, float(scores.max() - scores[got["tokens"][row]])
 
     def judge(self) -> TechniqueParity:
         """The verdict on everything checked so far; other batch heights are only reported in low precision."""
         result, drift = self.result, self.drift
-        result.max_drift, result.bound = drift.worst.get("logits", 0.0), drift.bound("logits")
+        result.max_drift, result.bound = drift.worst.get(self.scores, 0.0), drift.bound(self.scores)
         result.kv_drift, result.kv_bound = drift.worst.get("kv", 0.0), drift.bound("kv")
         far = [(where, gap) for where, gap in self._parted if not gap < result.bound]
         result.ties, result.differing = len(self._parted) - len(far), len(far)
@@ -262,39 +267,6 @@ class StepOracles(ABC, Generic[R]):
         self.group.close()
 
 
-@contextmanager
-def poison(runner: Runner[Any], kv: PagedKV, live: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-    """Hostile memory around one step: NaN in the reserved page, its row and every static input at live memory.
-
-    Values stay in range, since a padded row may be computed: they point at the first live request's.
-
-    Args:
-        runner: whose static inputs are filled.
-        kv: the cache.
-        live: what the runner calls live.
-        inputs: of the step.
-    """
-    rows = inputs.get("request_rows")
-    row = live[0].row if rows is None else int(rows[0])
-    for cache in kv.caches().values():
-        cache[:, : kv.page_size] = float("nan")
-    kept = [pool.page_table[0].clone() for pool in kv.pools]
-    context = len(kv.context_positions)
-    hostile = {"positions": context - 1, "seq_lens": context, "request_rows": row}
-    hostile |= {
-        name: int(value[0]) // kv.page_size * kv.page_size
-        for name, value in inputs.items()
-        if name.endswith("out_slots")
-    }
-    for pool in kv.pools:
-        pool.page_table[0] = pool.page_table[row]
-    buffers, size = runner.captured.buffers, runner.captured.pad(runner.rows(live))
-    for name, view in buffers.view(buffers.maximum).items():
-        view.fill_(hostile.get(name, 1))
-    if isinstance(size, int):
-        buffers.poison(runner.rows(live), size)
-    try:
-        yield
-    finally:
-        for pool, table in zip(kv.pools, kept, strict=True):
-            pool.page_table[0] = table
+def _head(output: Any, rows: int) -> Any:
+    """The first rows of every tensor of a step's output."""
+    return tuple(leaf[:rows] for leaf in output) if isinstance(output, tuple) else output[:rows]

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from cglab.engine.load import Load
-from cglab.errors import ClosedError
+from cglab.errors import ClosedError, ToggleError
 from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
+from cglab.lab.draft_round import DraftRound
+from cglab.lab.drafting import Drafting
 from cglab.lab.techniques import Captures, technique
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup, Runner
 from cglab.runners.decode import DecodeRunner
+from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.prefill import PrefillRunner
+from cglab.runners.seed_step import SeedRunner
+from cglab.runners.verify import VerifyRunner
+from cglab.settings import SEED_GRAPH_SWITCH
+
+log = logging.getLogger("cglab.lab")
+R = TypeVar("R", bound=Runner[Any])
+
+DRAFTING = ("verify", "draft_loop", "seed_step")
+"""Techniques that need a draft model."""
+LOG_NAMES = {
+    "verify": "target verify",
+    "draft_loop": "Frozen-KV MTP draft",
+    "seed_step": "Frozen-KV MTP seed",
+}
+"""What the log calls a phase, after S0's server log."""
 
 PREFILL_LIMIT = 512
 """Tokens up to which prefill steps are captured by default: beyond it a graph wins nothing, and padding costs.
@@ -49,9 +69,10 @@ class LabPhases:
         kv: its cache.
         group: pool and shared buffers of all runners: none holds another's output across a replay.
         captures: the toggles.
-        buckets: batch sizes of decode steps.
+        buckets: batch sizes of decode, verify and draft steps.
         prefill_buckets: token counts of prefill steps.
         options: padding and the rest; the backend is the toggle's.
+        drafting: the draft model, where there is one.
     """
 
     def __init__(
@@ -64,73 +85,162 @@ class LabPhases:
         buckets: Sequence[int],
         prefill_buckets: Sequence[int],
         options: Options,
+        drafting: Drafting | None = None,
     ) -> None:
         self.model, self.kv, self.group, self.captures = model, kv, group, captures
         self.buckets, self.prefill_buckets, self.options = buckets, prefill_buckets, options
-        self._decode: dict[str, DecodeRunner] = {}
-        self._prefill: dict[str, PrefillRunner] = {}
+        self.drafting = drafting
+        self._made: dict[str, dict[str, Runner[Any]]] = {}
         self._closed = False
 
     def decode(self, mode: str | None = None, *, sampling: bool = False) -> DecodeRunner:
         """The decode runner of a mode (the toggle's own by default), captured on first use."""
         mode = self._mode("decode", mode)
-        name = mode if not sampling else f"{mode}, sampling"
-        if name not in self._decode:
-            options = replace(self.options, backend=mode)
-            runner = DecodeRunner(self.model, self.kv, self.group, self.buckets, options, sampling=sampling)
-            runner.capture()
-            self._decode[name] = runner  # not before: one that was interrupted is captured anew
-        return self._decode[name]
+        make = partial(DecodeRunner, self.model, self.kv, self.group, self.buckets, sampling=sampling)
+        return self._runner("decode", f"{mode}, sampling" if sampling else mode, make, self._options(mode))
 
     def prefill(self, mode: str | None = None) -> PrefillRunner:
         """The prefill runner of a mode (the toggle's own by default); a bucket is captured on its first use."""
         mode = self._mode("prefill", mode)
-        if mode not in self._prefill:
-            options = replace(self.options, backend=mode, lazy=True)
-            runner = PrefillRunner(self.model, self.kv, self.group, self.prefill_buckets, options)
-            runner.capture()
-            self._prefill[mode] = runner
-        return self._prefill[mode]
+        make = partial(PrefillRunner, self.model, self.kv, self.group, self.prefill_buckets)
+        return self._runner("prefill", mode, make, replace(self._options(mode), lazy=True))
+
+    def verify(self, mode: str | None = None) -> VerifyRunner:
+        """The runner of verify steps.
+
+        Raises:
+            ToggleError: without a draft model.
+        """
+        mode, (_, speculation, _) = self._mode("verify", mode), self._drafting("verify")
+        make = partial(
+            VerifyRunner, self.model, self.kv, self.group, self.buckets, width=speculation.width,
+            topk=speculation.topk, steps=speculation.steps,
+        )  # fmt: skip
+        return self._runner("verify", mode, make, self._options(mode))
+
+    def draft_loop(self, mode: str | None = None, *, fused: bool | None = None) -> DraftLoopRunner:
+        """The runner of draft loops.
+
+        Args:
+            mode: None for the toggle's own.
+            fused: whether the seed is the loop's first iteration; None for what the seed's toggle says.
+
+        Raises:
+            ToggleError: without a draft model.
+        """
+        mode, (assistant, speculation, _) = self._mode("draft_loop", mode), self._drafting("draft_loop")
+        fused = self.fused() if fused is None else fused
+        make = partial(
+            DraftLoopRunner, assistant, self.kv, self.group, self.buckets, steps=speculation.steps,
+            topk=speculation.topk, tokens=speculation.width, fused=fused,
+        )  # fmt: skip
+        return self._runner("draft_loop", f"{mode}, fused" if fused else mode, make, self._options(mode))
+
+    def seed_step(self, mode: str | None = None) -> SeedRunner | None:
+        """The runner of seed steps; None where the loop begins with the seed.
+
+        With ``CGLAB_DISABLE_SEED_GRAPH=1`` the step is eager in every mode, and counts why.
+
+        Raises:
+            ToggleError: without a draft model.
+        """
+        mode, drafting = self._mode("seed_step", mode), self._drafting("seed_step")
+        if self.fused(mode):
+            return None
+        switched_off = mode != "eager" and not drafting.seed_graph
+        options = self._options("full" if mode == "graph" else "eager")
+        if switched_off:
+            options = replace(options, kill_switch=f"{SEED_GRAPH_SWITCH}=1")
+        make = partial(
+            SeedRunner, drafting.assistant, self.kv, self.group, self.buckets, topk=drafting.speculation.topk
+        )  # fmt: skip
+        return self._runner("seed_step", mode, make, options)
+
+    def fused(self, mode: str | None = None) -> bool:
+        """Whether the draft loop begins with the seed: the seed's mode says so and no variable forbids its graph."""
+        return self._mode("seed_step", mode) == "fused" and self._drafting("seed_step").seed_graph
 
     def for_load(self, load: Load) -> dict[str, Runner[Any]]:
         """The runners that a load needs, by phase; one without a second token never decodes."""
         needed: dict[str, Runner[Any]] = {"prefill": self.prefill()}
         if load.most_new_tokens > 1:
-            needed["decode"] = self.decode(sampling=load.temperature > 0)
+            needed |= self.for_decoding(sampling=load.temperature > 0)
         return needed
 
+    def for_decoding(self, *, sampling: bool = False) -> dict[str, Runner[Any]]:
+        """The runners that make requests longer, by phase: that of decode, or those of drafts and verify."""
+        if self.drafting is None:
+            return {"decode": self.decode(sampling=sampling)}
+        seed = self.seed_step()
+        seeds: dict[str, Runner[Any]] = {} if seed is None else {"seed_step": seed}
+        return seeds | {"draft_loop": self.draft_loop(), "verify": self.verify()}
+
     def runner(self, name: str, mode: str | None = None) -> Runner[Any]:
-        """The runner of a technique, by the toggle's name."""
-        return self.prefill(mode) if technique(name).name == "prefill" else self.decode(mode)
+        """The runner of a technique, by the toggle's name; that of a fused seed step is the loop's."""
+        if (name := technique(name).name) == "seed_step":
+            return self.seed_step(mode) or self.draft_loop(fused=True)
+        made: dict[str, Callable[[str | None], Runner[Any]]] = {
+            "decode": self.decode, "prefill": self.prefill, "verify": self.verify, "draft_loop": self.draft_loop,
+        }  # fmt: skip
+        return made[name](mode)
+
+    def arm(self, name: str, mode: str) -> Runner[Any] | DraftRound:
+        """What a comparison runs: a technique's runner; of seed steps, each with the loop after it."""
+        if technique(name).name != "seed_step":
+            return self.runner(name, mode)
+        seed = self.seed_step(mode)
+        return DraftRound(self.draft_loop(fused=seed is None), seed)
+
+    def _options(self, mode: str) -> Options:
+        return replace(self.options, backend=mode)
+
+    def _runner(self, phase: str, name: str, make: Callable[[Options], R], options: Options) -> R:
+        """The runner of a phase and mode; captured, once."""
+        made = self._made.setdefault(phase, {})
+        if name not in made:
+            runner, said = make(options), LOG_NAMES.get(phase) if options.backend != "eager" else None
+            if said:
+                log.info("Capture %s graph begin.", said)
+            runner.capture()
+            if said:
+                log.info(
+                    "Capture %s graph end (captured %d batch sizes).",
+                    said,
+                    len(runner.captured.captured_sizes),
+                )
+            made[name] = runner  # not before: one that was interrupted is captured anew
+        return cast("R", made[name])
 
     def _mode(self, name: str, mode: str | None) -> str:
         if self._closed:
             raise ClosedError("the lab was closed and captures nothing any more; open it again")
         return technique(name).check(mode or getattr(self.captures, name) or "eager")
 
-    @property
-    def made(self) -> dict[str, dict[str, Runner[Any]]]:
-        """Runners so far, by technique and mode."""
-        return {"decode": dict(self._decode), "prefill": dict(self._prefill)}
+    def _drafting(self, name: str) -> Drafting:
+        if self.drafting is None:
+            raise ToggleError(
+                f"{name} needs a draft model and this lab has none; open it with draft=, such as "
+                'cglab.open("pico-gqa", draft="pico-gqa-assistant")'
+            )
+        return self.drafting
 
     def coverage(self, name: str) -> dict[str, Coverage]:
         """What the runners of a technique counted since they were made, by mode."""
-        made = self.made.get(technique(name).name, {})
+        made = self._made.get(technique(name).name, {})
         return {mode: runner.coverage() for mode, runner in made.items()}
 
     def ledgers(self) -> dict[str, list[dict[str, Any]]]:
-        """Rows of every runner's bucket ledger, by mode; those of prefill are told apart by name."""
+        """Rows of every runner's bucket ledger, by mode; those of other phases than decode are told apart by name."""
         return {
             mode if name == "decode" else f"{name} {mode}": runner.captured.memory()
-            for name, made in self.made.items()
+            for name, made in self._made.items()
             for mode, runner in made.items()
         }
 
     def close(self) -> None:
         """Gives recordings and buffers back; the group is closed by whoever made it."""
         self._closed = True
-        runners: list[Runner[Any]] = [*self._decode.values(), *self._prefill.values()]
-        for runner in runners:
-            runner.close()
-        self._decode.clear()
-        self._prefill.clear()
+        for made in self._made.values():
+            for runner in made.values():
+                runner.close()
+        self._made.clear()

@@ -44,7 +44,7 @@ class PhaseRule:
 
 PHASES: Mapping[str, PhaseRule] = MappingProxyType({
     "decode": PhaseRule(sglang_decode, None, "requests"),
-    "verify": PhaseRule(sglang_speculative, None, "requests"),
+    **dict.fromkeys(("verify", "draft_loop", "seed_step"), PhaseRule(sglang_speculative, None, "requests")),
     "prefill": PhaseRule(sglang_prefill, 2.0, "tokens"),
 })  # fmt: skip
 """SGLang's rule for each phase; its ceiling holds in prefill only (P7)."""

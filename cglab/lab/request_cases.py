@@ -27,8 +27,8 @@ from cglab.engine.phases import Phases
 from cglab.engine.requests import Request
 from cglab.graphs.options import Options
 from cglab.graphs.out_forms import same_bits
-from cglab.lab.oracles import poison
 from cglab.lab.phases import LabPhases
+from cglab.lab.poison import poison
 from cglab.lab.techniques import Captures
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.drift import Drift

@@ -12,19 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cglab.engine.draft_workload import steady_draft
 from cglab.engine.engine import Engine
-from cglab.engine.workload import DecodeStep, PrefillStep, Step, steady_decode, steady_prefill
+from cglab.engine.workload import Step, steady_decode, steady_prefill
 from cglab.errors import ToggleError
 from cglab.graphs.clocks import clock_for, sample_seconds
+from cglab.lab.draft_round import DraftRound
 from cglab.lab.techniques import technique
 from cglab.measure.parity import Parity, compare_logits, compare_tokens, worst
 from cglab.runners.base import Runner
 
 SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "decode": ("batch", "context"),
+    **dict.fromkeys(("decode", "verify", "draft_loop", "seed_step"), ("batch", "context")),
     "prefill": ("tokens", "cached", "requests"),
 })  # fmt: skip
 """What a step of a technique is measured by; the first counts the live rows of a bucket."""
+
+Arm = Runner[Any] | DraftRound
+"""What takes its turn in a comparison."""
 
 SHORTEST = 16
 """Tokens of the shortest prefill step that is swept unasked."""
@@ -44,7 +49,7 @@ class StepSizes:
     """How large measured steps of a lab are, and can be.
 
     Attributes:
-        buckets: batch sizes of decode steps, ascending.
+        buckets: batch sizes of decode, verify and draft steps, ascending.
         prefill_buckets: token counts of prefill steps, ascending.
         max_context: longest request, prompt and new tokens.
     """
@@ -62,7 +67,7 @@ class StepSizes:
 
     def largest(self, name: str, requests: int = 1) -> int:
         """Most live rows of one step of a technique, that of prefill shared by ``requests``."""
-        if name == "decode":
+        if name != "prefill":
             return self.buckets[-1]
         return min(self.prefill_buckets[-1], requests * (self.max_context - 1))  # a new token each needs room
 
@@ -74,9 +79,9 @@ class StepSizes:
             requests: that share each prefill step; its sizes are multiples of it.
 
         Returns:
-            Every bucket of decode; of prefill the largest, a quarter of it, and so on down to ``SHORTEST``.
+            Of prefill the largest, a quarter of it, and so on down to ``SHORTEST``; of others every bucket.
         """
-        if name == "decode":
+        if name != "prefill":
             return list(self.buckets)
         if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
             raise ToggleError(
@@ -88,6 +93,27 @@ class StepSizes:
         return sizes[::-1]
 
 
+def chosen_sizes(name: str, given: Mapping[str, int | None], sizes: StepSizes) -> dict[str, int]:
+    """The sizes of a technique's step, each as given or by default.
+
+    Args:
+        name: the toggle.
+        given: ``tokens``, ``cached`` and ``requests`` of prefill, ``batch`` and ``context`` of others; None for the
+            default.
+        sizes: of the lab.
+
+    Raises:
+        ToggleError: for a size that the technique does not have, or that is no whole number.
+    """
+    known = SIZES[technique(name).name]
+    if wrong := sorted(key for key, value in given.items() if value is not None and key not in known):
+        raise ToggleError(f"{name} has no size {wrong[0]!r}; good names: {', '.join(known)}")
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise ToggleError(f"{key}={value!r} is no size of {name}; give a whole number")
+    return {key: sizes.default(key) if (value := given.get(key)) is None else value for key in known}
+
+
 def fixed_step(
     engine: Engine, name: str, given: Mapping[str, int | None], sizes: StepSizes
 ) -> AbstractContextManager[Step]:
@@ -96,44 +122,52 @@ def fixed_step(
     Args:
         engine: holds its requests.
         name: the toggle.
-        given: ``batch`` and ``context`` of decode; ``tokens``, ``cached`` and ``requests`` of prefill; None for
-            the default.
+        given: see ``chosen_sizes``.
         sizes: of the lab.
 
     Raises:
         ToggleError: for a size that the technique does not have.
     """
-    known = SIZES[name]
-    if wrong := sorted(key for key, value in given.items() if value is not None and key not in known):
-        raise ToggleError(f"{name} has no size {wrong[0]!r}; good names: {', '.join(known)}")
-    for key, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | None):
-            raise ToggleError(f"{key}={value!r} is no size of {name}; give a whole number")
-    chosen = {key: sizes.default(key) if (value := given.get(key)) is None else value for key in known}
-    make = steady_decode if name == "decode" else steady_prefill
-    return make(engine, **chosen)  # type: ignore[arg-type]  # sizes are whole numbers, no options
+    chosen = chosen_sizes(name, given, sizes)
+    if name == "prefill":
+        return steady_prefill(engine, chosen["tokens"], chosen["cached"], chosen["requests"])
+    if name == "decode":
+        return steady_decode(engine, chosen["batch"], chosen["context"])
+    return steady_draft(engine, name, chosen["batch"], chosen["context"])
 
 
-def describe(step: Step, runner: Runner[Any]) -> dict[str, Any]:
+def describe(step: Step, arm: Arm) -> dict[str, Any]:
     """The workload of a step as it is recorded, with the bucket that serves it (None: it runs eager)."""
+    runner = arm.loop if isinstance(arm, DraftRound) else arm
     bucket = next((size for size in runner.captured.buckets if size >= step.rows), None)
     return {**step.workload, "bucket": bucket}
 
 
-def run_step(runner: Runner[Any], step: DecodeStep | PrefillStep) -> tuple[Tensor, ...]:
+def ledger_rows(arm: Arm) -> list[dict[str, Any]]:
+    """What each captured bucket of an arm cost."""
+    return arm.ledger_rows() if isinstance(arm, DraftRound) else arm.captured.memory()
+
+
+def run_step(arm: Arm, step: Step) -> tuple[Tensor, ...]:
     """Runs it; what comes out, as a tuple."""
-    output = runner.run(step.live, **step.inputs)
-    return output if isinstance(output, tuple) else (output,)
+    output = arm.run(step.live, **step.inputs)
+    return tuple(output) if isinstance(output, tuple) else (output,)
 
 
-def timed(runner: Runner[Any], step: Step, device: torch.device) -> Callable[[], float]:
+def timed(arm: Arm, step: Step, device: torch.device) -> Callable[[], float]:
     """Seconds of one run by the wall clock, the device waited for."""
-    clock, run = clock_for(device, "wall"), partial(runner.run, step.live, **step.inputs)
+    clock, run = clock_for(device, "wall"), partial(arm.run, step.live, **step.inputs)
     return lambda: sample_seconds(run, clock, repeats=1, warmup=0)[0]
 
 
-def step_parity(runner: Runner[Any], step: Step) -> Parity:
+def step_parity(arm: Arm, step: Step) -> Parity:
     """One captured step against the same step run eager at the padded size (oracle 1), every output."""
+    if isinstance(arm, DraftRound):
+        return worst(_parity(runner, piece) for runner, piece in arm.pieces(step))  # type: ignore[arg-type]
+    return _parity(arm, step)
+
+
+def _parity(runner: Runner[Any], step: Step) -> Parity:
     before, size = runner.coverage().captured, runner.captured.pad(step.rows)
     got = [tensor.clone() for tensor in run_step(runner, step)]
     if isinstance(size, int) and runner.coverage().captured > before:
@@ -149,6 +183,6 @@ def compare_outputs(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Parity:
     return worst(
         compare_logits(one, other)
         if one.is_floating_point()
-        else compare_tokens(one.unsqueeze(-1).tolist(), other.unsqueeze(-1).tolist())
+        else compare_tokens(one.view(len(one), -1).tolist(), other.view(len(other), -1).tolist())
         for one, other in zip(got, wanted, strict=True)
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cglab.errors import ToggleError
+from cglab.settings import SEED_GRAPH_SWITCH
 
 NOT_YET = "not in this version"
 
@@ -71,6 +72,7 @@ class Technique:
 
 _BACKENDS = ("full", "breakable", "eager")
 _GRAPH = ("graph", "eager")
+_SPECULATION = "notebooks/03_frozen_kv_mtp.ipynb"
 
 TECHNIQUES: Mapping[str, Technique] = {
     t.name: t
@@ -79,11 +81,17 @@ TECHNIQUES: Mapping[str, Technique] = {
             "T1", "decode", "decode step, padded buckets or exact sizes", _BACKENDS, "full", "S1",
             module="cglab.runners.decode", notebook="notebooks/01_decode_graphs.ipynb",
         ),
-        Technique("T2", "verify", "target verify of drafted tokens", _BACKENDS, "full", "S0, S1"),
-        Technique("T3", "draft_loop", "recurrent draft loop", _BACKENDS, "full", "S0, S1"),
+        Technique(
+            "T2", "verify", "target verify of drafted tokens", _BACKENDS, "full", "S0, S1",
+            module="cglab.runners.verify", notebook=_SPECULATION,
+        ),
+        Technique(
+            "T3", "draft_loop", "recurrent draft loop", _BACKENDS, "full", "S0, S1",
+            module="cglab.runners.draft_loop", notebook=_SPECULATION,
+        ),
         Technique(
             "T4", "seed_step", "assistant seed step", ("graph", "fused", "eager"), "graph", "S0",
-            kill_switch="CGLAB_DISABLE_SEED_GRAPH",
+            module="cglab.runners.seed_step", notebook=_SPECULATION, kill_switch=SEED_GRAPH_SWITCH,
         ),
         Technique("T5", "draft_sampler", "greedy draft sampling inside the draft graph", _GRAPH, "graph", "S4"),
         Technique(

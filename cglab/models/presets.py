@@ -46,6 +46,24 @@ PRESETS: Final[Mapping[str, ModelConfig]] = MappingProxyType(
             bos_token_id=128000,
             eos_token_ids=(128001,),
         ),
+        "gemma-31b-like": ModelConfig(  # Gemma's sizes and mix of layers, computed as Qwen3 computes
+            architecture="Qwen3ForCausalLM",
+            vocab_size=262144,
+            hidden_size=5376,
+            intermediate_size=21504,
+            num_layers=60,
+            num_heads=32,
+            num_kv_heads=16,
+            head_dim=256,
+            max_position=131072,
+            rope_theta=1e6,
+            tie_embeddings=True,
+            qk_norm=True,
+            sliding_window=1024,
+            window_layers=tuple(layer for layer in range(60) if layer % 6 != 5),
+            bos_token_id=2,
+            eos_token_ids=(1,),
+        ),
     }
 )
 """By the name that opens them."""

@@ -75,10 +75,17 @@ class Prophet:
     def coverage(self):
         return self.counts
 
+    def truth(self, request):
+        """What the target says after the tokens that a request has."""
+        return self.outputs[request.index][len(request.output) :]
+
     def run(self, live, request_rows, seq_lens, **start):
         running = {request.row: request for request in self.engine.scheduler.running}
         requests = [running[row] for row in request_rows.tolist()]
         assert [request.computed for request in requests] == seq_lens.tolist()
+        if "input_ids" in start:  # what the seed step is given
+            assert [request.tokens[-1] for request in requests] == start["input_ids"].tolist()
+            assert torch.equal(start["hidden"], self.engine.speculator.hidden[request_rows])
         levels, k = [], self.speculation.topk
         for step in range(self.speculation.steps):
             rows = torch.tensor([self._candidates(request, step) for request in requests])
@@ -93,11 +100,12 @@ class Prophet:
 
     def _candidates(self, request, step):
         """k different tokens, the true one among them if so decided."""
-        place = len(request.output) + step
-        output = self.outputs[request.index]
-        true = output[place] if place < len(output) else 0
-        tokens = [(true + 1 + other) % CONFIG.vocab_size for other in range(self.speculation.topk)]
-        column = self.column(request, place)
+        truth = self.truth(request)
+        true = truth[step] if step < len(truth) else 0
+        tokens = [
+            (true + 1 + other) % self.engine.model.config.vocab_size for other in range(self.speculation.topk)
+        ]
+        column = self.column(request, len(request.output) + step)
         if column is not None:
             tokens[column] = true
         return tokens
@@ -110,6 +118,19 @@ class Foretold(DraftRunners):
 
     def draft_loop(self):
         return self.prophet
+
+
+def assistant_of(target):
+    """A random assistant with a layer for each kind that the target has."""
+    config, kinds = target.config, ("full",) if target.config.sliding_window is None else ("sliding", "full")
+    shape = AssistantConfig(
+        config.vocab_size, config.hidden_size, 16, 24, kinds, num_heads=4,
+        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+    )  # fmt: skip
+    assistant = Assistant(shape, device=target.rotary.device, dtype=target.rotary.dtype)
+    fill_randomly(assistant.requires_grad_(requires_grad=False), len(kinds), 1)
+    assistant.bind(target)
+    return assistant
 
 
 class Models:

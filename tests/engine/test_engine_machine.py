@@ -20,6 +20,8 @@ from hypothesis.stateful import (
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.engine import Engine
 from cglab.engine.requests import GREEDY, Request, Sampling
+from cglab.engine.speculation import Speculation
+from cglab.engine.speculator import Speculator
 from cglab.errors import InputError
 from cglab.graphs.options import Options
 from cglab.lab.phases import LabPhases
@@ -30,6 +32,9 @@ from cglab.models.loading import random_model
 from cglab.models.sampling import sample
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.base import GraphGroup
+from cglab.runners.draft_loop import DraftLoopRunner
+from cglab.runners.verify import VerifyRunner
+from tests.engine.drafting import DraftRunners, Prophet, assistant_of
 
 VOCABULARY, PAGE, ROOM, LARGEST_BUDGET = 53, 4, 32, 16
 SHAPE = {
@@ -38,10 +43,12 @@ SHAPE = {
 }  # fmt: skip
 WINDOW = {"sliding_window": 6, "window_layers": (1,)}
 MODES = [
-    ("full", "breakable", {}),
-    ("breakable", "full", {}),
-    ("full", "full", {}),
-    ("full", "breakable", WINDOW),
+    ("full", "breakable", {}, None),
+    ("breakable", "full", {}, None),
+    ("full", "full", {}, None),
+    ("full", "breakable", WINDOW, None),
+    ("full", "breakable", WINDOW, Speculation(3)),
+    ("full", "breakable", {}, Speculation(2, 2)),
 ]
 SEQUENCES = 200
 TIE = 1e-4
@@ -60,7 +67,7 @@ SAMPLINGS = st.builds(Sampling, st.sampled_from([0.0, 0.7, 1.3]), st.integers(0,
 class World:
     """What all sequences of one mode share: a model, a cache of 32 tokens beyond one request, and the recordings."""
 
-    def __init__(self, device, decode, prefill, window):
+    def __init__(self, device, decode, prefill, window, speculation):
         self.config, self.device = ModelConfig("Qwen3ForCausalLM", **SHAPE, **window), device
         self.model = random_model(self.config, device=device, dtype=torch.float32, seed=3)
         self.kv, self.apart = self.cache(rows=6), self.cache(rows=2)
@@ -72,6 +79,31 @@ class World:
             self.model, self.kv, self.group, captures, buckets=(1, 2, 4, 8), prefill_buckets=(4, 8, 16),
             options=Options(strict=True),
         )  # fmt: skip
+        self.speculation, self.drafts, self.room = speculation, None, ROOM
+        if speculation:
+            self.target, self.assistant = self.model, assistant_of(self.model)
+            self.drafts = DraftRunners(self, self.group, (1, 2, 4, 8), speculation, backend=decode)
+            self.room -= speculation.lookahead
+
+    def engine(self, options):
+        """A fresh one; with a tree its drafts are often right, with a chain the assistant's own."""
+        if not self.speculation:
+            return Engine(self.model, self.kv, self.phases, options)
+        speculator = Speculator(self.model, self.assistant, self.kv, self.drafts, self.speculation)
+        engine = Engine(self.model, self.kv, self.phases, options, speculator)
+        if self.speculation.topk > 1:
+            self.drafts.made[DraftLoopRunner] = Guide(self, engine)
+        return engine
+
+    def alone(self, tokens):
+        """Hidden states of one request: no batch, no cache, no capture."""
+        tokens = torch.tensor(tokens, device=self.device)
+        positions = torch.arange(len(tokens), device=self.device)
+        slots = {"out_slots": positions + PAGE}
+        if self.apart.sliding is not None:
+            slots["window_out_slots"] = positions + PAGE
+        spans = LiveSpans([Span(1, 0, len(tokens))])
+        return self.model(tokens, positions, PrefillAttention(self.apart, live=spans, **slots))
 
     def cache(self, rows):
         return PagedKV(
@@ -82,13 +114,8 @@ class World:
     @torch.no_grad()
     def check_alone(self, request):
         """Every token is the one chosen by the request alone after those before it: no batch, no cache, no capture."""
-        tokens = torch.tensor(request.tokens[:-1], device=self.device)
-        positions = torch.arange(len(tokens), device=self.device)
-        slots = {"out_slots": positions + PAGE}
-        if self.apart.sliding is not None:
-            slots["window_out_slots"] = positions + PAGE
-        spans = LiveSpans([Span(1, 0, len(tokens))])
-        hidden = self.model(tokens, positions, PrefillAttention(self.apart, live=spans, **slots))
+        hidden = self.alone(request.tokens[:-1])
+        positions = torch.arange(len(hidden), device=self.device)
         first, count = len(request.prompt) - 1, len(request.output)
         logits = self.model.logits(hidden[first:])
         chosen = torch.tensor(request.output, device=self.device)
@@ -99,7 +126,28 @@ class World:
 
     def close(self):
         self.phases.close()
+        for runner in self.drafts.made.values() if self.drafts else ():
+            runner.close()
         self.group.close()
+
+
+class Guide(Prophet):
+    """A draft that asks the target, and is right in three of four places."""
+
+    def __init__(self, world, engine):
+        super().__init__(world.speculation, None, lambda request, place: (0, 1, 0, None)[place % 4])
+        self.world, self.engine = world, engine
+
+    @torch.no_grad()
+    def truth(self, request):
+        """As far as a draft reaches."""
+        said = [*request.tokens]
+        for _ in range(self.speculation.steps):
+            said.append(int(self.world.model.logits(self.world.alone(said)[-1:]).argmax()))
+        return said[request.length :]
+
+    def close(self):
+        """Nothing was recorded."""
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -116,7 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
     def open(self, mode, budget, running, reuse, mixed):
         self.world = self.worlds[mode]
         options = SchedulerOptions(budget, max_running=running, prefix_reuse=reuse, mixed=mixed)
-        self.engine = Engine(self.world.model, self.world.kv, self.world.phases, options)
+        self.engine = self.world.engine(options)
         self.requests, self.events, self.happened = [], [], {f"mode {mode}"}
 
     def busy(self):
@@ -124,13 +172,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _add(self, prompt, limit, sampling=GREEDY, stops=()):
         """The request for the bundle; none if it is longer than the cache and refused."""
+        if self.world.speculation:
+            sampling = GREEDY
         request = Request(len(self.requests), prompt, limit, sampling, frozenset(stops))
-        if len(prompt) + limit <= ROOM:
+        if len(prompt) + limit <= self.world.room:
             self.engine.submit(request)
             self.requests.append(request)
             return [request]
         idle = self.engine.idle
-        with pytest.raises(InputError, match=f"do not fit into a context of {ROOM}"):
+        with pytest.raises(InputError, match=f"do not fit into a context of {self.world.room}"):
             self.engine.submit(request)
         self.engine.scheduler.check_invariants()
         assert self.engine.idle == idle
@@ -190,6 +240,8 @@ class EngineMachine(RuleBasedStateMachine):
             )
         )
         self.happened |= {"mixed"} if ridden else set()
+        several = Counter(event.request for event in events if event.token is not None)
+        self.happened |= {"several tokens a step"} if max(several.values(), default=0) > 1 else set()
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -240,12 +292,14 @@ def test_two_hundred_random_lives_of_the_engine(device):
                 max_examples=SEQUENCES, stateful_step_count=20, deadline=None, derandomize=True, database=None
             ),
         )
+        plain = [world for world in worlds if not world.speculation]
         runners = [
-            runner for world in worlds for made in world.phases.made.values() for runner in made.values()
+            runner for world in plain for made in world.phases.made.values() for runner in made.values()
         ]
-        assert len(runners) == 3 * len(MODES), "decode with and without draws, and prefill"
+        assert len(runners) == 3 * len(plain), "decode with and without draws, and prefill"
+        runners += [world.drafts.made[VerifyRunner] for world in worlds if world.speculation]
         assert all(runner.coverage().captured > runner.coverage().eager for runner in runners)
     finally:
         for world in worlds:
             world.close()
-    assert len(seen) == 10 + len(MODES) and min(seen.values()) >= 10, seen
+    assert len(seen) == 11 + len(MODES) and min(seen.values()) >= 10, seen

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -461,23 +462,30 @@ def test_the_youngest_gives_way_for_window_pages_too():
     count=st.integers(1, 6), context=st.integers(2, 60), page_size=st.integers(1, 5), budget=st.integers(1, 30),
     window=st.none() | st.integers(1, 40), mixed=st.booleans(),
     requests=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=10),
+    drafts=st.tuples(st.sampled_from([0, 0, 1, 3, 9]), st.integers(0, 99)),
 )  # fmt: skip
 def test_sizes_for_so_many_requests_let_them_run_as_with_pages_without_end(
-    count, context, page_size, budget, window, mixed, requests
+    count, context, page_size, budget, window, mixed, requests, drafts
 ):
     """Nobody gives way, and nobody waits for a page of either pool: the schedule is that of a cache without limit."""
-    layout = CacheLayout.for_requests(count, context, page_size, budget=budget, window=window)
+    lookahead, seed = drafts
+    layout = CacheLayout.for_requests(
+        count, context, page_size, budget=budget, window=window, lookahead=lookahead
+    )
+    assert layout.room == context
     endless = replace(layout, pages=9999, window_pages=9999 if window else 0)
 
     def batches(layout):
-        scheduler = Scheduler(layout, SchedulerOptions(budget, mixed=mixed))
+        scheduler, source = Scheduler(layout, SchedulerOptions(budget, mixed=mixed)), Random(seed)
         for index, (length, limit) in enumerate(requests):
             prompt = [1] * min(length, context)
             scheduler.add(Request(index, prompt, min(limit, context - len(prompt))), 0.0)
         found = []
         while batch := scheduler.plan(0.0):
             found.append(shape(batch))
-            scheduler.commit(batch, [[1]] * sum(chunk.last for chunk in batch.chunks), 0.0)
+            most = 1 + lookahead * isinstance(batch, DecodeBatch)
+            ends = sum(chunk.last for chunk in batch.chunks)
+            scheduler.commit(batch, [[1] * source.randint(1, most) for _ in range(ends)], 0.0)
             assert not any(request.preemptions for request in batch.requests)
         return found
 

@@ -20,8 +20,9 @@ from cglab.errors import (
     StaleOutputError,
     ToggleError,
 )  # fmt: skip
+from cglab.graphs.captured import Captured
 from cglab.graphs.coverage import Reason
-from cglab.graphs.options import CaptureFailedWarning, ManyShapesWarning
+from cglab.graphs.options import CaptureFailedWarning, ManyShapesWarning, Options
 
 X = {"x": cglab.Slot(pad=0.0)}
 
@@ -106,6 +107,15 @@ def test_the_eager_backend_records_nothing(device):
         assert torch.equal(captured(x=rows(device, 2)), rows(device, 2) * 2)
         assert captured.captured_sizes == [] and captured.memory() == []
         assert captured.coverage().reasons == {"BACKEND_EAGER": 1}
+
+
+def test_a_step_that_a_variable_switched_off_says_which(device):
+    options = Options("eager", kill_switch="CGLAB_DISABLE_SEED_GRAPH=1")
+    slots = {"input": cglab.Slot(shape=(-1,), dtype=torch.float32, pad=0.0)}
+    with Captured("seed", torch.neg, slots, (2,), device, options) as captured:
+        captured(input=torch.ones(2, device=device))
+        assert captured.coverage().reasons == {"KILL_SWITCH": 1}
+        assert captured.coverage().last_facts == {"KILL_SWITCH": "CGLAB_DISABLE_SEED_GRAPH=1"}
 
 
 def test_an_unknown_backend_lists_the_good_ones():

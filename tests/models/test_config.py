@@ -2,9 +2,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cglab.errors import ModelError
+from cglab.models.assistant import bound_layers
 from cglab.models.config import Llama3Scaling, ModelConfig
+from cglab.models.decoder import Decoder
+from cglab.models.drafts import DRAFT_PRESETS
 from cglab.models.presets import PRESETS
 
 LLAMA = {
@@ -213,3 +217,12 @@ def test_a_field_of_another_kind_is_refused_by_name(read, odd):
 def test_a_configuration_nested_beyond_reading_is_refused(read):
     with pytest.raises(ModelError, match="cannot be read as JSON"):
         read("[" * 200_000)
+
+
+def test_the_gemma_like_shape_has_about_31_billion_weights_and_five_windows_to_one_full_layer():
+    config = PRESETS["gemma-31b-like"]
+    model = Decoder(config, device="meta", dtype=torch.bfloat16)
+    assert 29e9 < sum(parameter.numel() for parameter in model.parameters()) < 32e9
+    full = sorted(set(range(config.num_layers)) - set(config.window_layers))
+    assert full == list(range(5, 60, 6))
+    assert bound_layers(DRAFT_PRESETS["gemma-31b-like-assistant"], config) == (58, 58, 58, 59)

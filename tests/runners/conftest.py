@@ -214,6 +214,23 @@ class Speculative(World):
     def tensor(self, values, dtype=torch.int64):
         return torch.tensor(values, device=self.device, dtype=dtype)
 
+    def span(self, committed):
+        """First position and number of the tokens that a step of so many committed ones stores or, frozen, asks as."""
+        raise NotImplementedError
+
+    def reads(self, committed):
+        """Slots of each pool that a step reads or writes."""
+        spans = [(row, *self.span(count)) for row, count in enumerate(committed, 1)]
+        slots = [[slot for row, start, n in spans for slot in self.slots_of(row)[: start + n]]]
+        if self.kv.sliding is not None:
+            slots.append([slot for span in spans for slot in self.window_slots_of(*span)])
+        return slots
+
+    def poison(self, pool, slots):
+        """NaN in these slots of a pool."""
+        for cache in (pool.keys, pool.values):
+            cache[:, list(slots)] = float("nan")
+
     def both(self, values, live):
         """What a captured step and padded eager return, from one state, and the caches after each."""
         before = self.cache()
@@ -238,6 +255,9 @@ class VerifyWorld(Speculative):
         return VerifyRunner(
             self.model, self.kv, self.group, buckets, options, width=self.width, steps=self.steps, **settings
         )
+
+    def span(self, committed):
+        return committed, self.width
 
     def inputs(self, committed, seed=0):
         """One step of rows 1, 2, ... with so many tokens in the cache, and a tree of its own for each."""
@@ -291,6 +311,9 @@ class DraftWorld(Speculative):
         fill_randomly(self.assistant, self.assistant_config.num_layers, 3)
         return self.another(self.phase, buckets, options)
 
+    def span(self, committed):
+        return committed - 1, 1
+
     def another(self, phase, buckets, options):
         """A runner of another phase over the same models."""
         about = (self.assistant, self.kv, self.group, buckets, options)
@@ -328,28 +351,55 @@ class WindowDraftWorld(Windowed, DraftWorld):
         return super().inputs(committed, seed)
 
 
-@pytest.fixture
-def verifies(device):
-    """Makes worlds with a verify runner and closes them."""
-    yield from worlds(device, VerifyWorld)
+SPECULATIVE = {
+    (False, False): DraftWorld, (False, True): WindowDraftWorld,
+    (True, False): VerifyWorld, (True, True): WindowVerifyWorld,
+}  # fmt: skip
+"""Worlds of speculation: of verify or of drafts, with sliding windows or without."""
 
 
 @pytest.fixture
-def window_verifies(device):
-    """Makes worlds with a verify runner and sliding-window layers and closes them."""
-    yield from worlds(device, WindowVerifyWorld)
+def speculative(device):
+    """Makes worlds of a phase of speculation and closes them: verify, seed, loop or fused."""
+    made = []
+
+    def make(phase, *args, windows=False, topk=1, settings=None, **options):
+        verify = phase == "verify"
+        about = {"topk": topk, **({} if verify else {"phase": phase}), **(settings or {})}
+        made.append(SPECULATIVE[verify, windows](device, *args, settings=about, **options))
+        made[-1].runner.capture()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """Worlds that the tests of a module share, closed after them."""
+    worlds = {}
+    yield worlds
+    for one in worlds.values():
+        one.close()
 
 
 @pytest.fixture
-def drafts(device):
-    """Makes worlds with a runner of an assistant and closes them."""
-    yield from worlds(device, DraftWorld)
+def shared(device, kept):
+    """Worlds of speculation that are captured once a module, each as it was at first."""
 
+    def get(phase, backend, *, windows=False, topk=1, **options):
+        key = (device.type, phase, backend, windows, topk, *options.items())
+        if key not in kept:
+            settings = {"topk": topk} if phase == "verify" else {"topk": topk, "phase": phase}
+            kept[key] = SPECULATIVE[phase == "verify", windows](device, backend, settings=settings, **options)
+            kept[key].start = kept[key].cache()
+            kept[key].runner.capture()
+        kept[key].restore(kept[key].start)
+        kept[key].runner.coverage().clear()
+        return kept[key]
 
-@pytest.fixture
-def window_drafts(device):
-    """Makes worlds with an assistant over sliding windows and closes them."""
-    yield from worlds(device, WindowDraftWorld)
+    return get
 
 
 @pytest.fixture

@@ -24,6 +24,11 @@ def test_ops_are_the_devices_own_unless_a_form_is_named(given, ops):
     assert read_settings({"CGLAB_OPS": given}).ops == ops
 
 
+@pytest.mark.parametrize(("given", "captured"), [("", True), ("0", True), ("1", False)])
+def test_the_seed_step_is_captured_unless_it_is_switched_off(given, captured):
+    assert read_settings({"CGLAB_DISABLE_SEED_GRAPH": given}).seed_graph is captured
+
+
 def test_the_process_environment_is_read(monkeypatch):
     monkeypatch.setenv("CGLAB_MODEL", "llama-3.1-8b")
     assert read_settings().model == "llama-3.1-8b"
@@ -35,8 +40,9 @@ def test_the_process_environment_is_read(monkeypatch):
         ({"CGLAB_DEVICE": "gpu"}, ["CGLAB_DEVICE", "'gpu'", "auto, cpu, cuda"]),
         ({"CGLAB_DEVICE": "CUDA"}, ["'CUDA'", "auto, cpu, cuda"]),
         ({"CGLAB_OPS": "fast"}, ["CGLAB_OPS", "'fast'", "auto, portable, compiled"]),
+        ({"CGLAB_DISABLE_SEED_GRAPH": "yes"}, ["CGLAB_DISABLE_SEED_GRAPH", "'yes'", "0, 1"]),
         ({"CGLAB_DATA": "no/such/folder"}, ["CGLAB_DATA", "'no/such/folder'", "existing folder"]),
-        ({"CGLAB_DEVCIE": "cpu"}, ["CGLAB_DEVCIE", "CGLAB_DATA, CGLAB_DEVICE, CGLAB_MODEL"]),
+        ({"CGLAB_DEVCIE": "cpu"}, ["CGLAB_DEVCIE", "CGLAB_DATA, CGLAB_DEVICE, CGLAB_DISABLE_SEED_GRAPH"]),
     ],
 )
 def test_bad_value_names_variable_value_and_good_values(given, said):

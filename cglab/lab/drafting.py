@@ -1,0 +1,122 @@
+"""The draft side of a lab: who drafts, how much, and in which kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from cglab import settings
+from cglab.engine.speculation import Speculation
+from cglab.errors import InputError
+from cglab.models.assistant import Assistant, AssistantConfig, bound_layers
+from cglab.models.config import ModelConfig
+from cglab.models.decoder import Decoder
+from cglab.models.drafts import DraftSource, find_draft, load_draft
+from cglab.models.kv import PagedKV
+from cglab.models.loading import LoadedModel
+from cglab.models.ops import use_draft_ops, use_ops
+from cglab.models.paged import AttentionKind
+
+SHIPPED = "pico-gqa-assistant"
+
+
+class DraftPlan(NamedTuple):
+    """A draft that was found and fits its target; no weight is loaded.
+
+    Attributes:
+        name: what it was opened by.
+        source: its shape and folder.
+        speculation: steps, top-k and tokens.
+    """
+
+    name: str
+    source: DraftSource
+    speculation: Speculation
+
+
+class Drafting(NamedTuple):
+    """Who drafts, and how much.
+
+    Attributes:
+        assistant: bound to its target.
+        speculation: steps, top-k and tokens of a draft.
+        seed_graph: whether the seed step may be captured; False for ``CGLAB_DISABLE_SEED_GRAPH=1``.
+    """
+
+    assistant: Assistant
+    speculation: Speculation
+    seed_graph: bool = True
+
+
+def plan_draft(
+    name: str | Path | None, speculation: Speculation | None, target: ModelConfig
+) -> DraftPlan | None:
+    """Finds a draft for a target.
+
+    Args:
+        name: as ``find_draft``; None for no draft.
+        speculation: how much is drafted; None for three steps of one candidate.
+        target: shape of the model that it drafts for.
+
+    Raises:
+        InputError: for speculation without a draft, or of another kind.
+        ModelError: if there is no such draft, or it is another target's.
+    """
+    if speculation is not None and not isinstance(speculation, Speculation):
+        raise InputError(f"speculation is {speculation!r}; give a Speculation(steps, topk, tokens)")
+    if name is None:
+        if speculation is not None:
+            raise InputError('speculation needs a draft model; give draft= too, such as "pico-gqa-assistant"')
+        return None
+    source = find_draft(name)
+    bound_layers(source.config, target)
+    return DraftPlan(str(name), source, speculation or Speculation())
+
+
+def open_draft(plan: DraftPlan, target: Decoder, *, seed: int = 0) -> Drafting:
+    """Loads a draft and binds it to its target.
+
+    Args:
+        plan: what ``plan_draft`` found.
+        target: whose cache, embedding and head it uses.
+        seed: of random weights.
+
+    Raises:
+        ModelError: as ``load_draft``.
+    """
+    loaded = load_draft(plan.source, target, seed=seed)
+    return Drafting(loaded.model, plan.speculation, settings.read_settings().seed_graph)
+
+
+def use_ops_of_both(ops: str, target: Decoder, kv: PagedKV, drafting: Drafting | None) -> None:
+    """Sets the form in which a target, and its draft if it has one, compute over a cache: before any capture."""
+    if drafting is None:
+        use_ops(ops, target, kv)
+        return
+    speculation = drafting.speculation
+    verify = AttentionKind(target.config.num_heads, speculation.width, tree=speculation.topk > 1)
+    use_ops(ops, target, kv, [verify])
+    use_draft_ops(ops, drafting.assistant, kv)
+
+
+def draft_of(loaded: LoadedModel, *, seed: int = 0) -> Assistant:
+    """A draft for the model that cases run on: the shipped one, or for random weights one that fits.
+
+    Args:
+        loaded: the shipped model, or one with random weights.
+        seed: of random weights.
+    """
+    if loaded.weights == "trained":
+        return load_draft(SHIPPED, loaded.model).model
+    shape, kinds = loaded.config, ("sliding", "full") if loaded.config.window_layers else ("full", "full")
+    config = AssistantConfig(
+        shape.vocab_size,
+        shape.hidden_size,
+        64,
+        128,
+        kinds,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+    )
+    return load_draft(DraftSource(config, None), loaded.model, seed=seed).model

@@ -1,0 +1,424 @@
+"""Speculative decoding in the engine: plain decoding's tokens in fewer steps, whatever is drafted."""
+
+import pytest
+import torch
+
+from cglab.engine.requests import Request, Sampling
+from cglab.engine.speculation import Speculation
+from cglab.engine.speculator import Speculator
+from cglab.errors import InputError, ModelError
+from cglab.models.kv import PagedKV
+from cglab.models.spans import LiveSpans, PrefillAttention, Span
+from tests.engine.drafting import Bench, Models
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12, 13] * 6]
+LIMITS = [9, 20, 12, 30]
+SHAPES = [Speculation(steps, topk) for steps in (1, 2, 3, 4) for topk in (1, 3)]
+ARMS = [("eager", "eager"), ("full", "graph"), ("full", "fused"), ("full", "eager"), ("breakable", "graph")]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """A device of each recorder."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def bench(device):
+    """Makes benches and closes them."""
+    made = []
+
+    def make(**sizes):
+        made.append(Bench(device, **sizes))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Plain decoding's tokens of ``PROMPTS``, with window layers and without."""
+    found = {
+        windowed: Bench(torch.device("cpu"), windowed=windowed).engine().generate(PROMPTS, LIMITS).tokens
+        for windowed in (False, True)
+    }
+    assert found[False] != found[True] and all(len(set(tokens)) > 4 for tokens in found[False])
+    return found
+
+
+def always(request, place):
+    """The truth is the draft's most likely token."""
+    return 0
+
+
+def never(request, place):
+    """No draft is right."""
+    return
+
+
+def last(request, place):
+    """The truth is in the last of three branches, so that what is accepted lies apart."""
+    return 2
+
+
+def scattered(request, place):
+    """The truth is in one of two branches, and now and then in none."""
+    return (0, 1, 0, None, 1)[(place * place + request.index) % 5]
+
+
+@torch.no_grad()
+def check_state(engine):
+    """Every request that decodes has the keys, values and hidden state that it has alone."""
+    model, kv, hidden = engine.model, engine.kv, engine.speculator.hidden
+    for request in engine.scheduler.running:
+        if not request.decoding:
+            continue
+        count = request.computed
+        windows = 17 if kv.sliding is not None else None
+        apart = PagedKV(
+            model.config, pages=17, page_size=4, rows=2, max_context=64, device=kv.device, dtype=torch.float32,
+            window_pages=windows,
+        )  # fmt: skip
+        where = torch.arange(count, device=kv.device)
+        slots = {"out_slots": where + 4} | ({"window_out_slots": where + 4} if windows else {})
+        attention = PrefillAttention(apart, live=LiveSpans([Span(1, 0, count)]), **slots)
+        alone = model(torch.tensor(request.tokens[:count], device=kv.device), where, attention)
+        torch.testing.assert_close(hidden[request.row], alone[-1], atol=1e-4, rtol=1e-4)
+        for pool, other, slot in zip(
+            kv.pools, apart.pools, (request.slot, request.window_slot)[: len(kv.pools)], strict=True
+        ):
+            seen = [place for place in range(count) if slot(place, 4) >= 4]
+            mine = torch.tensor([slot(place, 4) for place in seen], device=kv.device)
+            for ours, theirs in ((pool.keys, other.keys), (pool.values, other.values)):
+                wanted = theirs[:, torch.tensor(seen, device=kv.device) + 4]
+                torch.testing.assert_close(ours[:, mine], wanted, atol=1e-4, rtol=1e-4)
+
+
+def run(engine, prompts, limits, **options):
+    """All requests to their end, with the state checked after every step."""
+    requests = [
+        Request(i, list(p), n, **options) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        engine.step()
+        engine.scheduler.check_invariants()
+        check_state(engine)
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize(("backend", "seed"), ARMS)
+@pytest.mark.parametrize("speculation", [Speculation(3, 1), Speculation(3, 3), Speculation(1, 1)], ids=str)
+def test_an_assistant_changes_no_token_captured_or_not(bench, plain, speculation, backend, seed, windowed):
+    engine = bench(windowed=windowed, buckets=(2, 4)).engine(speculation, backend=backend, seed=seed)
+    result = engine.generate(PROMPTS, LIMITS)
+    assert result.tokens == plain[windowed]
+    assert result.coverage.steps == 0, "nothing is decoded without a draft"
+    steps = len(result.timings.steps)
+    assert set(result.speculation) == {"verify", "draft_loop"} | ({"seed_step"} if seed != "fused" else set())
+    for name, coverage in result.speculation.items():
+        eager = backend == "eager" or (name == "seed_step" and seed == "eager")
+        assert (coverage.steps, coverage.captured) == (steps, 0 if eager else steps)
+    assert result.accepted.passes.total() == sum(result.timings.step_batches)
+    assert result.as_dict()["accepted"]["passes"] and "tokens per verify pass" in str(result)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("column", [always, never, last, scattered])
+@pytest.mark.parametrize("speculation", SHAPES, ids=str)
+def test_any_draft_gives_the_tokens_and_the_state_of_plain_decoding(
+    bench, plain, speculation, column, windowed
+):
+    if speculation.topk == 1 and column is last:
+        pytest.skip("a chain has one branch")
+
+    def place(request, position):
+        wanted = column(request, position)
+        return wanted if wanted is None else min(wanted, speculation.topk - 1)
+
+    engine = bench(windowed=windowed).engine(speculation, draft=(plain[windowed], place), seed="fused")
+    assert run(engine, PROMPTS, LIMITS) == plain[windowed]
+    accepted = engine.speculator.accepted
+    if column is never:
+        assert set(accepted.passes) == {1}
+    if column is always and speculation.topk == 1:
+        # The last pass of a request drafts beyond what is known.
+        cut = sum(times for length, times in accepted.passes.items() if length <= speculation.steps)
+        assert cut <= len(PROMPTS)
+    if column is last and speculation.steps > 1:
+        assert max(accepted.passes) > 1, "and nodes were moved"
+
+
+def test_b72_a_shrinking_batch_equals_plain_decoding_at_every_size(bench):
+    prompts = [[1 + i, 2 + i * i % 40] for i in range(32)]
+    limits = [3 + 4 * (i % 8) + i // 16 for i in range(32)]
+    sizes = {"rows": 33, "pages": 33 * 12, "buckets": (1, 2, 4, 8, 16, 32)}
+    wanted = bench(**sizes).engine(budget=64).generate(prompts, limits)
+    for speculation in (Speculation(3), Speculation(2, 3)):
+        engine = bench(**sizes).engine(speculation, backend="full", budget=64)
+        got = engine.generate(prompts, limits)
+        assert got.tokens == wanted.tokens
+        assert len(set(got.timings.step_batches)) > 8 and got.timings.step_batches[-1] <= 4
+        assert got.speculation["verify"].eager == 0
+        assert len(got.speculation["verify"].hits) >= 5, "many buckets"
+
+
+def test_b77_a_schedule_of_3_2_1_0_drafts_is_plain_decoding(bench, plain):
+    for speculation in (Speculation(3), Speculation(3, 3)):
+        engine = bench().engine(speculation, draft=(plain[False], always))
+        speculator, seen = engine.speculator, []
+        speculator.draft_count = 3
+        requests = [Request(i, list(p), n) for i, (p, n) in enumerate(zip(PROMPTS, LIMITS, strict=True))]
+        for request in requests:
+            engine.submit(request)
+        while not engine.idle:
+            before = speculator.accepted.copy()
+            engine.step()
+            since = speculator.accepted - before
+            seen += [(speculator.draft_count, since.passes, since.placeholders)]
+            speculator.draft_count = (speculator.draft_count - 1) % 4
+        assert [request.output for request in requests] == plain[False]
+        for count, passes, placeholders in seen:
+            assert set(passes) <= set(range(1, count + 2))
+            if speculation.topk == 1:
+                assert placeholders == (3 - count) * passes.total()
+        assert {length for _, passes, _ in seen for length in passes} >= {1, 2, 3, 4}
+
+
+def test_b77_without_a_draft_the_assistant_is_not_asked(bench, plain):
+    engine = bench().engine(Speculation(3))
+    engine.speculator.draft_count = 0
+    result = engine.generate(PROMPTS, LIMITS)
+    assert result.tokens == plain[False]
+    assert result.speculation["draft_loop"].steps == result.speculation["seed_step"].steps == 0
+    assert result.speculation["verify"].steps == 29 and set(result.accepted.passes) == {1}
+    assert result.accepted.proposed == 0 and result.accepted.accept_rate is None
+
+
+def test_b71_b75_uneven_drafts_are_filled_up_with_placeholders_in_one_captured_step(bench, plain):
+    engine = bench().engine(Speculation(3), draft=(plain[False], always), backend="full")
+    requests = [Request(i, list(PROMPTS[i]), 9, drafts=drafts) for i, drafts in enumerate((3, 1, 2, 0))]
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    engine.step()
+    before = [len(request.output) for request in requests]
+    engine.step()
+    grown = [len(request.output) - count for request, count in zip(requests, before, strict=True)]
+    assert grown == [4, 2, 3, 1], "a draft of each one's own length, all right"
+    while not engine.idle:
+        engine.step()
+    assert [request.output for request in requests] == [tokens[:9] for tokens in plain[False]]
+    assert engine.speculator.runners["verify"].coverage().eager == 0
+    assert engine.speculator.accepted.placeholders > 0
+
+
+@pytest.mark.parametrize("count", [-1, 4, True, 1.0])
+def test_a_draft_count_that_cannot_be_is_refused(bench, count):
+    speculator = bench().engine(Speculation(3)).speculator
+    with pytest.raises(InputError, match="draft_count is 0 to 3"):
+        speculator.draft_count = count
+    assert speculator.draft_count == 3
+
+
+def test_b78_only_live_rows_are_accepted(bench, plain):
+    """Three requests in a bucket of four: nothing is counted of the fourth row, or written for it."""
+    engine = bench(buckets=(4,)).engine(Speculation(3), backend="full")
+    result = engine.generate(PROMPTS[:3], 8)
+    assert result.tokens == [tokens[:8] for tokens in plain[False][:3]]
+    assert result.speculation["verify"].padding == {"4": pytest.approx(1 / 4, abs=0.2)}
+    assert result.accepted.passes.total() == sum(result.timings.step_batches)
+    assert torch.isnan(engine.speculator.hidden[0]).all(), "the reserved row"
+
+
+@pytest.mark.parametrize("pinned", [1.0, 2.5, 3.13, 4.0])
+def test_p69_pinned_acceptance_forces_the_commit_length_and_everything_that_follows_from_it(bench, pinned):
+    engine = bench(rows=5).engine(Speculation(3, pinned=pinned))
+    requests = [Request(i, list(prompt), 40) for i, prompt in enumerate(PROMPTS[:3])]
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    while not engine.idle:
+        before = [(request.computed, len(request.output)) for request in requests]
+        engine.step()
+        check_state(engine)  # of the forced tokens
+        for request, (computed, length) in zip(requests, before, strict=True):
+            if request.finish is None:
+                assert (
+                    request.computed - computed
+                    == len(request.output) - length
+                    in (int(pinned), int(pinned) + 1)
+                )
+    accepted = engine.speculator.accepted
+    assert abs(accepted.tokens_per_pass - pinned) < 0.1 and accepted.pinned == pinned
+    assert [len(request.output) for request in requests] == [40] * 3
+
+
+def test_pinned_tokens_are_the_drafts_themselves(bench, plain):
+    wrong = [[(token + 7) % 97 for token in tokens] for tokens in plain[False]]
+    engine = bench().engine(Speculation(3, pinned=3.0), draft=(wrong, always), budget=32)
+    requests = [Request(i, list(prompt), 9) for i, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    engine.step()
+    for request in requests:
+        assert request.output[0] == plain[False][request.index][0]
+        assert request.output[1:3] == wrong[request.index][1:3] and len(request.output) == 4
+
+
+def test_stop_tokens_and_limits_cut_an_accepted_run(bench, plain):
+    draft = (plain[False], always)
+    stop = plain[False][3][5]
+    engine = bench().engine(Speculation(4), draft=draft)
+    result = engine.generate(PROMPTS, [7, 6, 12, 30], stops=[stop])
+    for tokens, whole, limit, finish in zip(
+        result.tokens, plain[False], [7, 6, 12, 30], result.finish, strict=True
+    ):
+        cut = whole[: min(limit, whole.index(stop) + 1 if stop in whole else limit)]
+        assert tokens == cut and finish == ("stop" if cut[-1] == stop else "length")
+    accepted = result.accepted
+    assert accepted.completions.total() == 4
+    committed = sum(length * times for length, times in accepted.passes.items())
+    assert committed > sum(len(tokens) - 1 for tokens in result.tokens), "passes are counted before the cut"
+
+
+def test_a_second_turn_finds_what_was_accepted_in_the_first(bench, plain):
+    one = bench()
+    engine = one.engine(Speculation(3, 3), draft=(plain[False], scattered))
+    engine.generate(PROMPTS, LIMITS)
+    turn = [*PROMPTS[3], *plain[False][3], 5, 6]
+    wanted = bench().engine().generate([turn], 4).tokens
+    again = engine.scheduler.memory.pages.match(turn[:-1])
+    assert len(again) == (len(turn) - 3) // 4
+    engine.speculator.phases.prophet.outputs = wanted
+    result = engine.generate([turn], 4)
+    assert result.tokens == wanted and result.timings.prefill_tokens == [len(turn) - 4 * len(again)]
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("speculation", [Speculation(3), Speculation(4, 3)], ids=str)
+def test_a_request_may_fill_the_room_and_not_one_token_more(bench, speculation, windowed):
+    """The last drafts reach the end of the page table and of the rotary table, which has 64 rows."""
+    engine = bench(windowed=windowed).engine(speculation, backend="full")
+    room = 64 - speculation.lookahead
+    prompts = [[1, 2, 3]]
+    with pytest.raises(
+        InputError, match=rf"do not fit into a context of {room} \({speculation.lookahead} more"
+    ):
+        engine.generate(prompts, room - 2)
+    wanted = bench(windowed=windowed).engine().generate(prompts, room - 3).tokens
+    assert engine.generate(prompts, room - 3).tokens == wanted
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_requests_that_gave_way_or_rode_along_end_with_the_same_tokens(bench, mixed, windowed):
+    prompts = [[i + 1, 7, 9] for i in range(6)] + [[3] * 17]
+    limits = [14] * 7
+    wanted = bench(windowed=windowed).engine().generate(prompts, limits).tokens
+    for speculation, column in ((Speculation(3), always), (Speculation(2, 3), scattered)):
+        engine = bench(windowed=windowed, pages=17, rows=6).engine(
+            speculation, draft=(wanted, column), mixed=mixed, budget=8
+        )
+        requests = [Request(i, list(p), n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+        for request in requests:
+            engine.submit(request)
+        while not engine.idle:
+            engine.step()
+            check_state(engine)
+            engine.scheduler.check_invariants()
+        assert [request.output for request in requests] == wanted
+        assert sum(request.preemptions for request in requests) > 0
+    assert engine.scheduler.memory.rows.free == engine.scheduler.memory.rows.total
+
+
+def test_a_cancelled_request_and_a_failed_step_leave_the_others_right(bench, plain, monkeypatch):
+    engine = bench().engine(Speculation(3), draft=(plain[False], always))
+    requests = [Request(i, list(p), n) for i, (p, n) in enumerate(zip(PROMPTS, LIMITS, strict=True))]
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    engine.step()
+    prophet, whole = engine.speculator.phases.prophet, engine.speculator.phases.prophet.run
+
+    def cancels(*args, **inputs):
+        engine.cancel(requests[0])
+        return whole(*args, **inputs)
+
+    monkeypatch.setattr(prophet, "run", cancels)
+    engine.step()
+    monkeypatch.undo()
+    assert (
+        requests[0].finish == "cancelled" and requests[0].output == plain[False][0][: len(requests[0].output)]
+    )
+    late = Request(4, list(PROMPTS[1]), 20)
+    prophet.outputs = [*plain[False], plain[False][1]]
+    engine.submit(late)  # in the row that came free, with a state of its own
+    engine.step()
+    check_state(engine)
+    while not engine.idle:
+        engine.step()
+    assert [r.output for r in requests[1:]] == plain[False][1:] and late.output == plain[False][1]
+    engine.submit(Request(5, [1], 9))
+    engine.step()
+    monkeypatch.setattr(engine.speculator, "_settle", lambda *_: 1 / 0)
+    prophet.outputs.append([])
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.scheduler.check_invariants()
+    assert engine.scheduler.idle
+
+
+def test_only_greedy_requests_are_taken(bench):
+    engine = bench().engine(Speculation(3))
+    with pytest.raises(
+        InputError, match=r"prompt 0 is sampled at temperature 0.7, and drafts are accepted greedily"
+    ):
+        engine.submit(Request(0, [1], 4, Sampling(0.7)))
+    assert engine.idle
+
+
+@pytest.mark.parametrize("drafts", [-1, 1.5, True])
+def test_a_number_of_drafts_that_makes_no_sense_is_refused(bench, drafts):
+    with pytest.raises(InputError, match="may use .* drafts a step"):
+        bench().engine(Speculation(3)).submit(Request(0, [1], 4, drafts=drafts))
+
+
+def test_a_draft_for_another_target_is_refused(device):
+    one, other = Models(device), Models(device)
+    with pytest.raises(ModelError, match="bound to another target"):
+        Speculator(one.target, other.assistant, one.kv, None, Speculation(3))
+
+
+@pytest.mark.parametrize(("seed", "kinds"), [("graph", ["seed_step", "draft_loop", "verify"]),
+                                             ("fused", ["draft_loop", "verify"])])  # fmt: skip
+def test_every_forward_is_a_segment_of_its_own_kind(bench, seed, kinds):
+    engine = bench().engine(Speculation(3), seed=seed)
+    engine.generate([[1, 2]], 3)
+    found = [segment.kind for segment in engine.segments.drain()]
+    assert found[:1] == ["prefill"] and found[1 : 1 + len(kinds)] == kinds
+    assert len(found) == 1 + 2 * len(kinds)
+
+
+@pytest.mark.parametrize("speculation", [Speculation(3), Speculation(3, 3)], ids=str)
+def test_a_step_reads_the_device_once(bench, monkeypatch, speculation):
+    engine = bench().engine(speculation)
+    engine.submit(Request(0, [1, 2], 9))
+    engine.step()
+    reads = []
+    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "numpy"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor,
+            name,
+            lambda tensor, *args, read=read, name=name: reads.append(name) or read(tensor, *args),
+        )
+    engine.step()
+    assert reads == ["tolist"]
+    monkeypatch.undo()
+    engine.abandon([])
