@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cglab import settings
+from cglab.engine.drafters import AssistantDrafter
+from cglab.engine.phases import DraftPhases
 from cglab.engine.speculation import Speculation
+from cglab.engine.speculator import Speculator
 from cglab.errors import InputError
 from cglab.models.assistant import Assistant, AssistantConfig, bound_layers
 from cglab.models.config import ModelConfig
@@ -69,7 +72,7 @@ def plan_draft(
             raise InputError('speculation needs a draft model; give draft= too, such as "pico-gqa-assistant"')
         return None
     source = find_draft(name)
-    bound_layers(source.config, target)
+    bound_layers(source.assistant, target)
     return DraftPlan(str(name), source, speculation or Speculation())
 
 
@@ -85,7 +88,20 @@ def open_draft(plan: DraftPlan, target: Decoder, *, seed: int = 0) -> Drafting:
         ModelError: as ``load_draft``.
     """
     loaded = load_draft(plan.source, target, seed=seed)
-    return Drafting(loaded.model, plan.speculation, settings.read_settings().seed_graph)
+    return Drafting(loaded.assistant, plan.speculation, settings.read_settings().seed_graph)
+
+
+def speculator_of(drafting: Drafting, kv: PagedKV, phases: DraftPhases) -> Speculator:
+    """Who drafts and verifies for the engine.
+
+    Args:
+        drafting: the draft, bound to its target.
+        kv: the target's cache.
+        phases: runners over all of them.
+    """
+    assistant, speculation = drafting.assistant, drafting.speculation
+    drafter = AssistantDrafter(assistant, kv, phases, speculation)
+    return Speculator(assistant.target, drafter, kv, phases, speculation)
 
 
 def use_ops_of_both(ops: str, target: Decoder, kv: PagedKV, drafting: Drafting | None) -> None:
@@ -107,7 +123,7 @@ def draft_of(loaded: LoadedModel, *, seed: int = 0) -> Assistant:
         seed: of random weights.
     """
     if loaded.weights == "trained":
-        return load_draft(SHIPPED, loaded.model).model
+        return load_draft(SHIPPED, loaded.model).assistant
     shape, kinds = loaded.config, ("sliding", "full") if loaded.config.window_layers else ("full", "full")
     config = AssistantConfig(
         shape.vocab_size,
@@ -119,4 +135,4 @@ def draft_of(loaded: LoadedModel, *, seed: int = 0) -> Assistant:
         shape.num_kv_heads,
         shape.head_dim,
     )
-    return load_draft(DraftSource(config, None), loaded.model, seed=seed).model
+    return load_draft(DraftSource(config, None), loaded.model, seed=seed).assistant

@@ -16,7 +16,6 @@ from cglab.engine.generation import Generation
 from cglab.engine.load import Load
 from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Event, Request, Sampling
-from cglab.engine.speculator import Speculator
 from cglab.engine.workload import Step
 from cglab.errors import ClosedError
 from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode, sglang_speculative
@@ -25,7 +24,7 @@ from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
 from cglab.lab import comparing, steps
 from cglab.lab.comparison import Comparison, Profile
-from cglab.lab.drafting import DraftPlan, open_draft, use_ops_of_both
+from cglab.lab.drafting import DraftPlan, open_draft, speculator_of, use_ops_of_both
 from cglab.lab.load_run import LoadRun, run_load
 from cglab.lab.phases import LabPhases, prefill_sizes
 from cglab.lab.prompts import Prompts, encode, sample_prompts
@@ -75,11 +74,7 @@ class Lab:
             self.model, kv, self.group, self.captures, buckets=self.buckets, prefill_buckets=self.prefill_buckets,
             options=Options(padding=padding, debug=debug), drafting=self.drafting,
         )  # fmt: skip
-        speculator = None
-        if self.drafting is not None:
-            speculator = Speculator(
-                self.model, self.drafting.assistant, kv, self.phases, self.drafting.speculation
-            )
+        speculator = None if self.drafting is None else speculator_of(self.drafting, kv, self.phases)
         self.engine = Engine(self.model, kv, self.phases, scheduling, speculator)
         self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 

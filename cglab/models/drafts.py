@@ -62,10 +62,10 @@ class LoadedDraft(NamedTuple):
         """The model, where only an assistant will do.
 
         Raises:
-            ModelError: if it is a draft of another kind.
+            ModelError: if it is a draft of the other kind.
         """
         if not isinstance(self.model, Assistant):
-            raise ModelError(f"an {ASSISTANT} is needed and this draft is a {BLOCK_DRAFT}; open an assistant")
+            raise _not_an_assistant()
         return self.model
 
 
@@ -79,6 +79,21 @@ class DraftSource(NamedTuple):
 
     config: DraftConfig
     folder: Path | None
+
+    @property
+    def assistant(self) -> AssistantConfig:
+        """The shape, where only an assistant's will do.
+
+        Raises:
+            ModelError: if it is that of a draft of the other kind.
+        """
+        if not isinstance(self.config, AssistantConfig):
+            raise _not_an_assistant()
+        return self.config
+
+
+def _not_an_assistant() -> ModelError:
+    return ModelError(f"a {ASSISTANT} is needed and this draft is a {BLOCK_DRAFT}; open an assistant")
 
 
 def find_draft(name_or_folder: str | Path) -> DraftSource:

@@ -1,10 +1,12 @@
-"""Engines that speculate: the runners on a small target and assistant, and a draft that knows what will be said."""
+"""Engines that speculate: runners on a small target and draft of either kind, and a draft that knows what will be said."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from cglab.engine.batches import SchedulerOptions
+from cglab.engine.drafters import AssistantDrafter, BlockDrafter
 from cglab.engine.engine import Engine
 from cglab.engine.speculator import Speculator
 from cglab.graphs.coverage import Coverage
@@ -13,15 +15,22 @@ from cglab.lab.phases import LabPhases
 from cglab.lab.techniques import Captures
 from cglab.models import draft_tree
 from cglab.models.assistant import Assistant, AssistantConfig
+from cglab.models.draft_cache import Feeder, draft_cache
 from cglab.models.kv import PagedKV
 from cglab.models.loading import fill_randomly, random_model
 from cglab.runners.base import GraphGroup
+from cglab.runners.block_draft import BlockDraftRunner
 from cglab.runners.draft_loop import DraftLoopRunner
+from cglab.runners.draft_sampler import DraftSampler
+from cglab.runners.prefill import PrefillRunner
 from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
+from tests.runners.blocks import BLOCK, block_draft
 from tests.runners.conftest import CONFIG, WINDOWED
 
 BACKENDS = {"graph": "full", "eager": "eager"}
+SAMPLERS = {"sampler inside": True, "sampler outside": False}
+"""What stands in the place of an assistant's seed step for a block draft."""
 
 
 class DraftRunners:
@@ -31,10 +40,10 @@ class DraftRunners:
         self.models, self.group, self.buckets, self.speculation = models, group, buckets, speculation
         self.seed, self.backend, self.made = seed, backend, {}
 
-    def _runner(self, kind, model, backend, **sizes):
+    def _runner(self, kind, model, backend, kv=None, **sizes):
         if kind not in self.made:
             options = Options(strict=True, backend=backend)
-            runner = kind(model, self.models.kv, self.group, self.buckets, options, **sizes)
+            runner = kind(model, kv or self.models.kv, self.group, self.buckets, options, **sizes)
             runner.capture()
             self.made[kind] = runner
         return self.made[kind]
@@ -57,6 +66,51 @@ class DraftRunners:
             return None
         backend = BACKENDS[self.seed] if self.backend != "eager" else "eager"
         return self._runner(SeedRunner, self.models.assistant, backend, topk=self.speculation.topk)
+
+    def drafter(self):
+        drafter = AssistantDrafter(self.models.assistant, self.models.kv, self, self.speculation)
+        drafter.hidden.fill_(float("nan"))  # a state that was not written is told
+        return drafter
+
+
+class BlockRunners(DraftRunners):
+    """The same with a block draft as long as the speculation, whose cache holds NaN where nothing was written."""
+
+    def __init__(self, models, group, buckets, speculation, **options):
+        super().__init__(models, group, buckets, speculation, **options)
+        config = replace(BLOCK, vocab_size=models.target.config.vocab_size, block_size=speculation.width,
+                         mask_token_id=models.target.config.vocab_size - 1)  # fmt: skip
+        self.draft = block_draft(models.target, config)
+        self.feeder = Feeder(self.draft, draft_cache(config.stack, models.kv, dtype=torch.float32))
+        for cache in self.feeder.kv.caches().values():
+            cache[:, 4:] = float("nan")
+
+    def verify(self):
+        size = self.speculation
+        return self._runner(
+            VerifyRunner, self.models.target, self.backend, width=size.width, steps=size.steps, hidden=False,
+            feeder=self.feeder,
+        )  # fmt: skip
+
+    def block_draft(self):
+        sampler = DraftSampler(self.models.target, self.speculation.width, in_graph=SAMPLERS[self.seed])
+        return self._runner(BlockDraftRunner, self.draft, self.backend, self.feeder.kv, sampler=sampler)
+
+    def drafter(self, **options):
+        return BlockDrafter(self.draft, self, self.speculation, **options)
+
+
+class FedPhases(LabPhases):
+    """A lab's runners, of which prefill feeds a block draft."""
+
+    feeder = None
+
+    def prefill(self, mode=None):
+        mode = self._mode("prefill", mode)
+        make = partial(
+            PrefillRunner, self.model, self.kv, self.group, self.prefill_buckets, feeder=self.feeder
+        )
+        return self._runner("prefill", mode, make, replace(self._options(mode), lazy=True))
 
 
 class Prophet:
@@ -82,10 +136,12 @@ class Prophet:
     def run(self, live, request_rows, seq_lens, **start):
         running = {request.row: request for request in self.engine.scheduler.running}
         requests = [running[row] for row in request_rows.tolist()]
-        assert [request.computed for request in requests] == seq_lens.tolist()
-        if "input_ids" in start:  # what the seed step is given
+        ahead = self.speculation.width if "out_slots" in start else 0  # of a block
+        assert [request.computed + ahead for request in requests] == seq_lens.tolist()
+        if "input_ids" in start:  # what the seed step or a block is given
             assert [request.tokens[-1] for request in requests] == start["input_ids"].tolist()
-            assert torch.equal(start["hidden"], self.engine.speculator.hidden[request_rows])
+        if "input_ids" in start and "hidden" in start:
+            assert torch.equal(start["hidden"], self.engine.speculator.drafter.hidden[request_rows])
         levels, k = [], self.speculation.topk
         for step in range(self.speculation.steps):
             rows = torch.tensor([self._candidates(request, step) for request in requests])
@@ -97,6 +153,11 @@ class Prophet:
                 levels.append(draft_tree.next_candidates(levels[-1], odds, rows.repeat_interleave(k, 0)))
         draft = draft_tree.organize(levels, self.speculation.lookahead)
         return draft_tree.Draft(*(part.to(request_rows.device) for part in draft))
+
+    @staticmethod
+    def tokens(draft):
+        """Of a block."""
+        return draft.draft_tokens
 
     def _candidates(self, request, step):
         """k different tokens, the true one among them if so decided."""
@@ -117,6 +178,15 @@ class Foretold(DraftRunners):
     prophet = None
 
     def draft_loop(self):
+        return self.prophet
+
+
+class ForetoldBlocks(BlockRunners):
+    """Runners whose block draft is a ``Prophet``."""
+
+    prophet = None
+
+    def block_draft(self):
         return self.prophet
 
 
@@ -170,24 +240,37 @@ class Bench:
         self.device, self.buckets, self.sizes = device, buckets, sizes
         self.made, self.models = [], None
 
-    def engine(self, speculation=None, *, backend="eager", seed="graph", draft=None, budget=16, **policy):
-        """An engine on a cache of its own; ``draft`` is the outputs and the column of a ``Prophet``."""
+    def engine(
+        self,
+        speculation=None,
+        *,
+        backend="eager",
+        seed="graph",
+        draft=None,
+        budget=16,
+        drafting=None,
+        **policy,
+    ):
+        """An engine on a cache of its own; ``draft`` is the outputs and the column of a ``Prophet``; ``drafting`` of a drafter."""
         self.models = models = Models(self.device, **self.sizes)
         group, captures = GraphGroup(self.device), Captures()
         captures.decode = captures.prefill = "eager"
-        phases = LabPhases(
+        phases = FedPhases(
             models.target, models.kv, group, captures, buckets=self.buckets, prefill_buckets=(16,),
             options=Options(strict=True),
         )  # fmt: skip
         options, speculator = SchedulerOptions(budget, **policy), None
         self.made.append(phases)
         if speculation:
-            kind = Foretold if draft else DraftRunners
-            runners = kind(models, group, self.buckets, speculation, seed=seed, backend=backend)
+            kinds = (BlockRunners, ForetoldBlocks) if seed in SAMPLERS else (DraftRunners, Foretold)
+            runners = kinds[bool(draft)](models, group, self.buckets, speculation, seed=seed, backend=backend)
+            if seed in SAMPLERS:
+                phases.feeder = runners.feeder
+                captures.prefill = "eager" if backend == "eager" else "breakable"
             if draft:
                 runners.prophet = Prophet(speculation, *draft)
-            speculator = Speculator(models.target, models.assistant, models.kv, runners, speculation)
-            speculator.hidden.fill_(float("nan"))  # a state that was not written is told
+            drafter = runners.drafter(**drafting or {})
+            speculator = Speculator(models.target, drafter, models.kv, runners, speculation)
             self.made += [runners]
         engine = Engine(models.target, models.kv, phases, options, speculator)
         if draft:

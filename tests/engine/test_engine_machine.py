@@ -89,7 +89,7 @@ class World:
         """A fresh one; with a tree its drafts are often right, with a chain the assistant's own."""
         if not self.speculation:
             return Engine(self.model, self.kv, self.phases, options)
-        speculator = Speculator(self.model, self.assistant, self.kv, self.drafts, self.speculation)
+        speculator = Speculator(self.model, self.drafts.drafter(), self.kv, self.drafts, self.speculation)
         engine = Engine(self.model, self.kv, self.phases, options, speculator)
         if self.speculation.topk > 1:
             self.drafts.made[DraftLoopRunner] = Guide(self, engine)

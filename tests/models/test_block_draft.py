@@ -159,8 +159,10 @@ def test_a_draft_is_opened_as_the_kind_that_its_configuration_names(tmp_path):
     assert isinstance(read.model, BlockDraft) and read.config == DRAFT and read.weights == "trained"
     pairs = zip(written.model.parameters(), read.model.parameters(), strict=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-    with pytest.raises(ModelError, match="an FrozenKVAssistant is needed and this draft is a BlockDraft"):
+    with pytest.raises(ModelError, match="a FrozenKVAssistant is needed and this draft is a BlockDraft"):
         _ = read.assistant
+    with pytest.raises(ModelError, match="open an assistant"):
+        _ = find_draft(tmp_path).assistant
     with pytest.raises(ModelError, match="backbone_size is 32, the target's 64"):
         load_draft(tmp_path, random_model(replace(TARGET, hidden_size=64), device="cpu", dtype=torch.float32))
 
