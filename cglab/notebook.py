@@ -34,6 +34,11 @@ class Bench:
         """Whether this notebook records real CUDA graphs; otherwise the tape stands in."""
         return self.device != "cpu"
 
+    @property
+    def draft(self) -> str:
+        """The draft model for it: the shipped one of ``pico-gqa``; of any other model one of random weights."""
+        return "pico-gqa-assistant" if self.model == "pico-gqa" else "random"
+
 
 def setup() -> Bench:
     """Prepare a notebook: read the settings, choose the device, and style the plots.

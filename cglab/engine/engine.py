@@ -2,7 +2,8 @@
 
 Small on purpose: it is the bench for the captures, not a server. Who runs next is the scheduler's business and knows
 no device; what a step computes is a runner's. In between there is one step: page tables that changed are written,
-inputs are copied to the device, the runner replays (or runs eager, with its reason), and the tokens come back.
+inputs are copied to the device, the runner replays (or runs eager, with its reason), and the tokens come back. A
+speculator makes of a decode step several runners' and brings back several tokens.
 """
 
 from __future__ import annotations

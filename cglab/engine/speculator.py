@@ -109,7 +109,7 @@ class Speculator:
         """What a step starts from; see ``Drafter.draft``."""
         chunks = [Chunk(request, request.computed, self.speculation.width, last=True) for request in requests]
         beside = {
-            "newest": np.array([request.tokens[-1] for request in requests], np.int64),
+            "newest": np.array([request.output[-1] for request in requests], np.int64),
             "cached": np.array([request.computed for request in requests], np.int64),
         }
         return step_inputs(chunks, self._where, self.kv, beside)

@@ -30,7 +30,7 @@ def compare(
     """See ``Lab.compare``."""
     checked = check_arms(name, arms)
     made = {arm: lab.phases.arm(name, arm) for arm in checked}
-    with steps.fixed_step(lab.engine, name, sizes, lab.sizes) as step, nothing_compiled(lab.model):
+    with steps.fixed_step(lab.engine, name, sizes, lab.sizes) as step, nothing_compiled(*lab.models):
         before = {arm: runner.coverage().copy() for arm, runner in made.items()}
         parity = {arm: steps.step_parity(made[arm], step) for arm in checked if arm != "eager"}
         times = interleave(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cglab import settings
 from cglab.engine.drafters import AssistantDrafter
@@ -21,6 +21,8 @@ from cglab.models.ops import use_draft_ops, use_ops
 from cglab.models.paged import AttentionKind
 
 SHIPPED = "pico-gqa-assistant"
+RANDOM = "random"
+"""Names a draft of random weights in whatever shape the target asks for."""
 
 
 class DraftPlan(NamedTuple):
@@ -50,6 +52,12 @@ class Drafting(NamedTuple):
     speculation: Speculation
     seed_graph: bool = True
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """How much is drafted, as it is recorded."""
+        told = self.speculation
+        return {"draft_steps": told.steps, "topk": told.topk, "width": told.width, "pinned": told.pinned}
+
 
 def plan_draft(
     name: str | Path | None, speculation: Speculation | None, target: ModelConfig
@@ -57,7 +65,7 @@ def plan_draft(
     """Finds a draft for a target.
 
     Args:
-        name: as ``find_draft``; None for no draft.
+        name: as ``find_draft``, or ``random`` for an assistant that fits any target; None for no draft.
         speculation: how much is drafted; None for three steps of one candidate.
         target: shape of the model that it drafts for.
 
@@ -71,7 +79,7 @@ def plan_draft(
         if speculation is not None:
             raise InputError('speculation needs a draft model; give draft= too, such as "pico-gqa-assistant"')
         return None
-    source = find_draft(name)
+    source = DraftSource(random_shape(target), None) if name == RANDOM else find_draft(name)
     bound_layers(source.assistant, target)
     return DraftPlan(str(name), source, speculation or Speculation())
 
@@ -124,15 +132,18 @@ def draft_of(loaded: LoadedModel, *, seed: int = 0) -> Assistant:
     """
     if loaded.weights == "trained":
         return load_draft(SHIPPED, loaded.model).assistant
-    shape, kinds = loaded.config, ("sliding", "full") if loaded.config.window_layers else ("full", "full")
-    config = AssistantConfig(
-        shape.vocab_size,
-        shape.hidden_size,
-        64,
-        128,
-        kinds,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-    )
-    return load_draft(DraftSource(config, None), loaded.model, seed=seed).assistant
+    return load_draft(DraftSource(random_shape(loaded.config), None), loaded.model, seed=seed).assistant
+
+
+def random_shape(target: ModelConfig) -> AssistantConfig:
+    """The shape of an assistant for any target, where none was trained: about what is published for large ones.
+
+    Its weights are random, so what it drafts is not worth accepting: pin the acceptance, and times are a draft's.
+    """
+    layers, width = (4, 1024) if target.hidden_size >= 4 * 1024 else (2, max(16, target.hidden_size // 4))
+    windowed, whole = bool(target.window_layers), len(target.window_layers) < target.num_layers
+    kinds = ["sliding" if windowed else "full"] * (layers - 1) + ["full" if whole else "sliding"]
+    return AssistantConfig(
+        target.vocab_size, target.hidden_size, width, 4 * width, tuple(kinds), target.num_heads, target.num_kv_heads,
+        target.head_dim,
+    )  # fmt: skip

@@ -85,8 +85,8 @@ class Lab:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds that went into compiling for models of this shape so far."""
-        return self.model.body.compile_seconds
+        """Seconds that went into compiling for models of these shapes so far."""
+        return sum(model.body.compile_seconds for model in self.models)
 
     @property
     def max_context(self) -> int:
@@ -97,13 +97,12 @@ class Lab:
     @property
     def drafted(self) -> dict[str, Any]:
         """Sizes of drafts, as they are recorded; nothing without a draft model."""
-        if self.drafting is None:
-            return {}
-        sizes = self.drafting.speculation
-        return {
-            "draft": self.draft, "draft_steps": sizes.steps, "topk": sizes.topk, "width": sizes.width,
-            "pinned": sizes.pinned,
-        }  # fmt: skip
+        return {} if self.drafting is None else {"draft": self.draft, **self.drafting.sizes}
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """What computes: the model, and its draft if it has one."""
+        return (self.model,) if self.drafting is None else (self.model, self.drafting.assistant)
 
     @property
     def prefix_reuse_reason(self) -> str | None:
@@ -171,7 +170,7 @@ class Lab:
             InputError: if other requests are in flight, or the cache cannot hold the shared prefix.
         """
         self._require_open()
-        with nothing_compiled(self.model):
+        with nothing_compiled(*self.models):
             return run_load(self.engine, load, self.phases.for_load(load), model=self.name, seconds=seconds)
 
     def compare(
@@ -268,9 +267,8 @@ class Lab:
         self._closed = True
         self.phases.close()
         self.group.close()
-        for model in (self.model, self.drafting and self.drafting.assistant):
-            if model is not None:
-                model.to("meta")
+        for model in self.models:
+            model.to("meta")
         self.drafting = None
         del self.engine, self.model, self.phases
         gc.collect()

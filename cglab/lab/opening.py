@@ -63,7 +63,7 @@ def open_lab(
         padding: pad to a bucket; without it every size up to ``max_batch`` is captured.
         seed: of random weights.
         debug: outputs refuse to be read once they are stale.
-        draft: a draft model for speculative decoding: a shipped one, a folder, or a published shape with random
+        draft: a draft model for speculative decoding: a shipped one, a folder, ``random``, or a shape with random
             weights; None decodes plainly.
         speculation: how much is drafted; None for three steps of one candidate each.
         ops: ``portable`` or ``compiled``; None takes ``CGLAB_OPS``, else compiled on a GPU, portable on a CPU.

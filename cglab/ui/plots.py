@@ -17,6 +17,7 @@ from cglab.lab.capture_limit import CaptureLimit
 from cglab.lab.comparison import Comparison
 from cglab.lab.planning import PHASES, PhasePlan
 from cglab.lab.sweep import Sweep
+from cglab.ui.accepted import accepted
 from cglab.ui.growth import recorded_capture, recorded_growth
 from cglab.ui.loads import occupancy, ttft
 from cglab.ui.recorded import (
@@ -42,6 +43,7 @@ from cglab.ui.style import (
 from cglab.ui.timeline import timeline
 
 __all__ = [
+    "accepted",
     "bucket_cost",
     "bucket_plan",
     "capture_limit",

@@ -1,4 +1,4 @@
-"""Engines that speculate: runners on a small target and draft of either kind, and a draft that knows what will be said."""
+"""Engines that speculate, on a small target and draft of either kind; and a draft that knows what will be said."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,6 +11,7 @@ from cglab.engine.engine import Engine
 from cglab.engine.speculator import Speculator
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
+from cglab.lab.drafting import Drafting
 from cglab.lab.phases import LabPhases
 from cglab.lab.techniques import Captures
 from cglab.models import draft_tree
@@ -18,92 +19,31 @@ from cglab.models.assistant import Assistant, AssistantConfig
 from cglab.models.draft_cache import Feeder, draft_cache
 from cglab.models.kv import PagedKV
 from cglab.models.loading import fill_randomly, random_model
+from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.base import GraphGroup
 from cglab.runners.block_draft import BlockDraftRunner
-from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.draft_sampler import DraftSampler
 from cglab.runners.prefill import PrefillRunner
-from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
 from tests.runners.blocks import BLOCK, block_draft
 from tests.runners.conftest import CONFIG, WINDOWED
 
-BACKENDS = {"graph": "full", "eager": "eager"}
 SAMPLERS = {"sampler inside": True, "sampler outside": False}
 """What stands in the place of an assistant's seed step for a block draft."""
 
 
-class DraftRunners:
-    """The runners of one speculation, made when first asked for."""
+class BlockPhases(LabPhases):
+    """A lab's runners with a block draft as long as the speculation, whose cache holds NaN where nothing was written."""
 
-    def __init__(self, models, group, buckets, speculation, *, seed="graph", backend="full"):
-        self.models, self.group, self.buckets, self.speculation = models, group, buckets, speculation
-        self.seed, self.backend, self.made = seed, backend, {}
-
-    def _runner(self, kind, model, backend, kv=None, **sizes):
-        if kind not in self.made:
-            options = Options(strict=True, backend=backend)
-            runner = kind(model, kv or self.models.kv, self.group, self.buckets, options, **sizes)
-            runner.capture()
-            self.made[kind] = runner
-        return self.made[kind]
-
-    def verify(self):
-        size = self.speculation
-        return self._runner(
-            VerifyRunner, self.models.target, self.backend, width=size.width, topk=size.topk, steps=size.steps
+    def open_draft(self, speculation, *, in_graph):
+        self.speculation, self.in_graph, vocabulary = speculation, in_graph, self.model.config.vocab_size
+        config = replace(
+            BLOCK, vocab_size=vocabulary, mask_token_id=vocabulary - 1, block_size=speculation.width
         )
-
-    def draft_loop(self):
-        size = self.speculation
-        return self._runner(
-            DraftLoopRunner, self.models.assistant, self.backend, steps=size.steps, topk=size.topk,
-            tokens=size.width, fused=self.seed == "fused",
-        )  # fmt: skip
-
-    def seed_step(self):
-        if self.seed == "fused":
-            return None
-        backend = BACKENDS[self.seed] if self.backend != "eager" else "eager"
-        return self._runner(SeedRunner, self.models.assistant, backend, topk=self.speculation.topk)
-
-    def drafter(self):
-        drafter = AssistantDrafter(self.models.assistant, self.models.kv, self, self.speculation)
-        drafter.hidden.fill_(float("nan"))  # a state that was not written is told
-        return drafter
-
-
-class BlockRunners(DraftRunners):
-    """The same with a block draft as long as the speculation, whose cache holds NaN where nothing was written."""
-
-    def __init__(self, models, group, buckets, speculation, **options):
-        super().__init__(models, group, buckets, speculation, **options)
-        config = replace(BLOCK, vocab_size=models.target.config.vocab_size, block_size=speculation.width,
-                         mask_token_id=models.target.config.vocab_size - 1)  # fmt: skip
-        self.draft = block_draft(models.target, config)
-        self.feeder = Feeder(self.draft, draft_cache(config.stack, models.kv, dtype=torch.float32))
+        self.draft = block_draft(self.model, config)
+        self.feeder = Feeder(self.draft, draft_cache(config.stack, self.kv, dtype=torch.float32))
         for cache in self.feeder.kv.caches().values():
-            cache[:, 4:] = float("nan")
-
-    def verify(self):
-        size = self.speculation
-        return self._runner(
-            VerifyRunner, self.models.target, self.backend, width=size.width, steps=size.steps, hidden=False,
-            feeder=self.feeder,
-        )  # fmt: skip
-
-    def block_draft(self):
-        sampler = DraftSampler(self.models.target, self.speculation.width, in_graph=SAMPLERS[self.seed])
-        return self._runner(BlockDraftRunner, self.draft, self.backend, self.feeder.kv, sampler=sampler)
-
-    def drafter(self, **options):
-        return BlockDrafter(self.draft, self, self.speculation, **options)
-
-
-class FedPhases(LabPhases):
-    """A lab's runners, of which prefill feeds a block draft."""
-
-    feeder = None
+            cache[:, self.kv.page_size :] = float("nan")
 
     def prefill(self, mode=None):
         mode = self._mode("prefill", mode)
@@ -111,6 +51,22 @@ class FedPhases(LabPhases):
             PrefillRunner, self.model, self.kv, self.group, self.prefill_buckets, feeder=self.feeder
         )
         return self._runner("prefill", mode, make, replace(self._options(mode), lazy=True))
+
+    def verify(self):
+        size, mode = self.speculation, self._mode("verify", None)
+        make = partial(
+            VerifyRunner, self.model, self.kv, self.group, self.buckets, width=size.width, steps=size.steps,
+            hidden=False, feeder=self.feeder,
+        )  # fmt: skip
+        return self._runner("verify", mode, make, self._options(mode))
+
+    def block_draft(self):
+        mode = self._mode("draft_loop", None)
+        sampler = DraftSampler(self.model, self.speculation.width, in_graph=self.in_graph)
+        make = partial(
+            BlockDraftRunner, self.draft, self.feeder.kv, self.group, self.buckets, sampler=sampler
+        )
+        return self._runner("block_draft", mode, make, self._options(mode))
 
 
 class Prophet:
@@ -172,22 +128,21 @@ class Prophet:
         return tokens
 
 
-class Foretold(DraftRunners):
-    """Runners whose loop is a ``Prophet``."""
+class Foretold:
+    """A lab's runners with a ``Prophet`` for a loop or a block draft.
 
-    prophet = None
+    Args:
+        phases: of the lab.
+        prophet: what drafts.
+    """
+
+    def __init__(self, phases, prophet):
+        self.verify, self.seed_step, self.prophet = phases.verify, phases.seed_step, prophet
 
     def draft_loop(self):
         return self.prophet
 
-
-class ForetoldBlocks(BlockRunners):
-    """Runners whose block draft is a ``Prophet``."""
-
-    prophet = None
-
-    def block_draft(self):
-        return self.prophet
+    block_draft = draft_loop
 
 
 def assistant_of(target):
@@ -234,50 +189,80 @@ class Models:
 
 
 class Bench:
-    """Makes engines over one set of models, plain and speculating, and closes their runners."""
+    """Makes engines over models of one kind, plain and speculating, and closes their runners."""
 
     def __init__(self, device, *, buckets=(1, 2, 4, 8), **sizes):
-        self.device, self.buckets, self.sizes = device, buckets, sizes
-        self.made, self.models = [], None
+        self.device, self.buckets, self.sizes, self.made = device, buckets, sizes, []
 
     def engine(
-        self,
-        speculation=None,
-        *,
-        backend="eager",
-        seed="graph",
-        draft=None,
-        budget=16,
-        drafting=None,
-        **policy,
+        self, speculation=None, *, backend="eager", seed="eager", draft=None, budget=16, timed=True, **policy
     ):
-        """An engine on a cache of its own; ``draft`` is the outputs and the column of a ``Prophet``; ``drafting`` of a drafter."""
-        self.models = models = Models(self.device, **self.sizes)
-        group, captures = GraphGroup(self.device), Captures()
+        """An engine on a cache of its own.
+
+        ``seed`` is that of an assistant or, for a block draft, where its sampler is; ``timed`` whether that is timed;
+        ``draft`` is the outputs and the column of a ``Prophet``.
+        """
+        models, group, captures = Models(self.device, **self.sizes), GraphGroup(self.device), Captures()
         captures.decode = captures.prefill = "eager"
-        phases = FedPhases(
+        captures.verify = captures.draft_loop = backend
+        captures.seed_step = "eager" if seed in SAMPLERS else seed
+        assisted = speculation and seed not in SAMPLERS
+        phases = (BlockPhases if seed in SAMPLERS else LabPhases)(
             models.target, models.kv, group, captures, buckets=self.buckets, prefill_buckets=(16,),
-            options=Options(strict=True),
+            options=Options(strict=True), drafting=Drafting(models.assistant, speculation) if assisted else None,
         )  # fmt: skip
-        options, speculator = SchedulerOptions(budget, **policy), None
-        self.made.append(phases)
-        if speculation:
-            kinds = (BlockRunners, ForetoldBlocks) if seed in SAMPLERS else (DraftRunners, Foretold)
-            runners = kinds[bool(draft)](models, group, self.buckets, speculation, seed=seed, backend=backend)
-            if seed in SAMPLERS:
-                phases.feeder = runners.feeder
-                captures.prefill = "eager" if backend == "eager" else "breakable"
-            if draft:
-                runners.prophet = Prophet(speculation, *draft)
-            drafter = runners.drafter(**drafting or {})
-            speculator = Speculator(models.target, drafter, models.kv, runners, speculation)
-            self.made += [runners]
+        self.made += [phases, group]
+        options = SchedulerOptions(budget, **policy)
+        if not speculation:
+            return Engine(models.target, models.kv, phases, options)
+        runners = Foretold(phases, Prophet(speculation, *draft)) if draft else phases
+        if assisted:
+            drafter = AssistantDrafter(models.assistant, models.kv, runners, speculation)
+            drafter.hidden.fill_(float("nan"))  # a state that was not written is told
+        else:
+            captures.prefill = "eager" if backend == "eager" else "breakable"
+            phases.open_draft(speculation, in_graph=SAMPLERS[seed])
+            drafter = BlockDrafter(phases.draft, runners, speculation, sampler_timed=timed)
+        speculator = Speculator(models.target, drafter, models.kv, runners, speculation)
         engine = Engine(models.target, models.kv, phases, options, speculator)
         if draft:
             runners.prophet.engine = engine
         return engine
 
     def close(self):
-        for made in self.made:
-            for runner in made.made.values() if isinstance(made, DraftRunners) else [made]:
-                runner.close()
+        for each in self.made:
+            each.close()
+
+
+@torch.no_grad()
+def check_state(engine):
+    """Every request that decodes has the keys and values that it has alone; and the hidden state, or the draft's."""
+    model, kv, drafter = engine.model, engine.kv, engine.speculator.drafter
+    feeder = getattr(engine.phases, "feeder", None)
+    for request in engine.scheduler.running:
+        if not request.decoding:
+            continue
+        count = request.computed
+        windows = 17 if kv.sliding is not None else None
+        apart = PagedKV(
+            model.config, pages=17, page_size=4, rows=2, max_context=64, device=kv.device, dtype=torch.float32,
+            window_pages=windows,
+        )  # fmt: skip
+        where = torch.arange(count, device=kv.device)
+        slots = {"out_slots": where + 4} | ({"window_out_slots": where + 4} if windows else {})
+        attention = PrefillAttention(apart, live=LiveSpans([Span(1, 0, count)]), **slots)
+        tokens = torch.tensor(request.tokens[:count], device=kv.device), where, attention
+        pools = [*zip(kv.pools, apart.pools, (request.slot, request.window_slot), strict=False)]
+        if feeder:
+            alone = Feeder(feeder.draft, draft_cache(feeder.draft.config.stack, apart, dtype=torch.float32))
+            alone.forward(*tokens, where + 4)
+            pools.append((feeder.kv.full, alone.kv.full, request.slot))
+        else:
+            state = drafter.hidden[request.row]
+            torch.testing.assert_close(state, model(*tokens)[-1], atol=1e-4, rtol=1e-4)
+        for pool, other, slot in pools:
+            seen = [place for place in range(count) if slot(place, 4) >= 4]
+            mine = torch.tensor([slot(place, 4) for place in seen], device=kv.device)
+            for ours, theirs in ((pool.keys, other.keys), (pool.values, other.values)):
+                wanted = theirs[:, torch.tensor(seen, device=kv.device) + 4]
+                torch.testing.assert_close(ours[:, mine], wanted, atol=1e-4, rtol=1e-4)

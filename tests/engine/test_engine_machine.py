@@ -18,12 +18,14 @@ from hypothesis.stateful import (
 )
 
 from cglab.engine.batches import SchedulerOptions
+from cglab.engine.drafters import AssistantDrafter, BlockDrafter
 from cglab.engine.engine import Engine
 from cglab.engine.requests import GREEDY, Request, Sampling
 from cglab.engine.speculation import Speculation
 from cglab.engine.speculator import Speculator
 from cglab.errors import InputError
 from cglab.graphs.options import Options
+from cglab.lab.drafting import Drafting
 from cglab.lab.phases import LabPhases
 from cglab.lab.techniques import Captures
 from cglab.models.config import ModelConfig
@@ -32,9 +34,7 @@ from cglab.models.loading import random_model
 from cglab.models.sampling import sample
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.base import GraphGroup
-from cglab.runners.draft_loop import DraftLoopRunner
-from cglab.runners.verify import VerifyRunner
-from tests.engine.drafting import DraftRunners, Prophet, assistant_of
+from tests.engine.drafting import BlockPhases, Foretold, Prophet, assistant_of, check_state
 
 VOCABULARY, PAGE, ROOM, LARGEST_BUDGET = 53, 4, 32, 16
 SHAPE = {
@@ -43,12 +43,13 @@ SHAPE = {
 }  # fmt: skip
 WINDOW = {"sliding_window": 6, "window_layers": (1,)}
 MODES = [
-    ("full", "breakable", {}, None),
-    ("breakable", "full", {}, None),
-    ("full", "full", {}, None),
-    ("full", "breakable", WINDOW, None),
-    ("full", "breakable", WINDOW, Speculation(3)),
-    ("full", "breakable", {}, Speculation(2, 2)),
+    ("full", "breakable", {}, None, LabPhases),
+    ("breakable", "full", {}, None, LabPhases),
+    ("full", "full", {}, None, LabPhases),
+    ("full", "breakable", WINDOW, None, LabPhases),
+    ("full", "breakable", WINDOW, Speculation(3), LabPhases),
+    ("full", "breakable", {}, Speculation(2, 2), LabPhases),
+    ("full", "breakable", {}, Speculation(3), BlockPhases),
 ]
 SEQUENCES = 200
 TIE = 1e-4
@@ -67,7 +68,7 @@ SAMPLINGS = st.builds(Sampling, st.sampled_from([0.0, 0.7, 1.3]), st.integers(0,
 class World:
     """What all sequences of one mode share: a model, a cache of 32 tokens beyond one request, and the recordings."""
 
-    def __init__(self, device, decode, prefill, window, speculation):
+    def __init__(self, device, decode, prefill, window, speculation, kind):
         self.config, self.device = ModelConfig("Qwen3ForCausalLM", **SHAPE, **window), device
         self.model = random_model(self.config, device=device, dtype=torch.float32, seed=3)
         self.kv, self.apart = self.cache(rows=6), self.cache(rows=2)
@@ -75,24 +76,31 @@ class World:
             pool.page_table[1] = torch.arange(1, 1 + ROOM // PAGE)
         self.group, captures = GraphGroup(device), Captures()
         captures.decode, captures.prefill = decode, prefill
-        self.phases = LabPhases(
+        self.speculation, self.assistant = speculation, assistant_of(self.model)
+        self.room = ROOM - (speculation.lookahead if speculation else 0)
+        self.blocks = kind is BlockPhases
+        assisted = speculation and not self.blocks
+        self.phases = kind(
             self.model, self.kv, self.group, captures, buckets=(1, 2, 4, 8), prefill_buckets=(4, 8, 16),
-            options=Options(strict=True),
+            options=Options(strict=True), drafting=Drafting(self.assistant, speculation) if assisted else None,
         )  # fmt: skip
-        self.speculation, self.drafts, self.room = speculation, None, ROOM
-        if speculation:
-            self.target, self.assistant = self.model, assistant_of(self.model)
-            self.drafts = DraftRunners(self, self.group, (1, 2, 4, 8), speculation, backend=decode)
-            self.room -= speculation.lookahead
+        if self.blocks:
+            self.phases.open_draft(speculation, in_graph=True)
 
     def engine(self, options):
         """A fresh one; with a tree its drafts are often right, with a chain the assistant's own."""
         if not self.speculation:
             return Engine(self.model, self.kv, self.phases, options)
-        speculator = Speculator(self.model, self.drafts.drafter(), self.kv, self.drafts, self.speculation)
+        guide = Guide(self) if self.speculation.topk > 1 else None
+        runners = Foretold(self.phases, guide) if guide else self.phases
+        if self.blocks:
+            drafter = BlockDrafter(self.phases.draft, runners, self.speculation)
+        else:
+            drafter = AssistantDrafter(self.assistant, self.kv, runners, self.speculation)
+        speculator = Speculator(self.model, drafter, self.kv, runners, self.speculation)
         engine = Engine(self.model, self.kv, self.phases, options, speculator)
-        if self.speculation.topk > 1:
-            self.drafts.made[DraftLoopRunner] = Guide(self, engine)
+        if guide:
+            guide.engine = engine
         return engine
 
     def alone(self, tokens):
@@ -126,17 +134,15 @@ class World:
 
     def close(self):
         self.phases.close()
-        for runner in self.drafts.made.values() if self.drafts else ():
-            runner.close()
         self.group.close()
 
 
 class Guide(Prophet):
     """A draft that asks the target, and is right in three of four places."""
 
-    def __init__(self, world, engine):
+    def __init__(self, world):
         super().__init__(world.speculation, None, lambda request, place: (0, 1, 0, None)[place % 4])
-        self.world, self.engine = world, engine
+        self.world = world
 
     @torch.no_grad()
     def truth(self, request):
@@ -145,9 +151,6 @@ class Guide(Prophet):
         for _ in range(self.speculation.steps):
             said.append(int(self.world.model.logits(self.world.alone(said)[-1:]).argmax()))
         return said[request.length :]
-
-    def close(self):
-        """Nothing was recorded."""
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -229,6 +232,8 @@ class EngineMachine(RuleBasedStateMachine):
             events = self.engine.step()
         self.events += events
         self.engine.scheduler.check_invariants()
+        if self.world.blocks:
+            check_state(self.engine)
         # A request yields a second token in a prefill step only where it rides along.
         ridden = (
             steps
@@ -292,13 +297,11 @@ def test_two_hundred_random_lives_of_the_engine(device):
                 max_examples=SEQUENCES, stateful_step_count=20, deadline=None, derandomize=True, database=None
             ),
         )
-        plain = [world for world in worlds if not world.speculation]
-        runners = [
-            runner for world in plain for made in world.phases.made.values() for runner in made.values()
-        ]
-        assert len(runners) == 3 * len(plain), "decode with and without draws, and prefill"
-        runners += [world.drafts.made[VerifyRunner] for world in worlds if world.speculation]
-        assert all(runner.coverage().captured > runner.coverage().eager for runner in runners)
+        for world in worlds:
+            names = ("prefill", "verify") if world.speculation else ("prefill", "decode")
+            found = [coverage for name in names for coverage in world.phases.coverage(name).values()]
+            assert len(found) == (2 if world.speculation else 3), "decode with and without draws"
+            assert all(coverage.captured > coverage.eager for coverage in found)
     finally:
         for world in worlds:
             world.close()

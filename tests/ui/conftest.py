@@ -1,17 +1,21 @@
 """Results made by hand: comparisons with known times, traces of a GPU and of a CPU, recorded runs."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
 
+from cglab.engine.acceptance import AcceptLengths
+from cglab.engine.generation import Generation, Timings
 from cglab.engine.load import Load, LoadResult
 from cglab.engine.segments import Segment
 from cglab.engine.timing import RequestTiming
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.ledger import CaptureCost
+from cglab.lab.accepted import Accepted
 from cglab.lab.bucket_costs import measured_costs
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.load_run import LoadRun
@@ -39,6 +43,17 @@ def ledger(largest_pool_bytes):
         }
         for size in (4, 2, 1)
     ]  # fmt: skip
+
+
+def drafted():
+    """Two speculative runs whose passes are known."""
+    runs = {}
+    for name, passes in (("topk 1", {1: 3, 4: 1}), ("topk 3", {1: 1, 2: 1, 4: 2})):
+        told = AcceptLengths(passes=Counter(passes), correct=3, proposed=12)
+        runs[name] = Generation(
+            [""], [[1]], ["length"], Timings(1.0, [0.01], [1], [0.5], [1.0]), Coverage(), accepted=told
+        )
+    return Accepted(runs)
 
 
 def compared(batch=3, arms=("eager", "full", "breakable"), recorder="cuda", captured=True):
@@ -246,7 +261,7 @@ def parts():
 def make():
     """The builders above, by name."""
     return SimpleNamespace(
-        compared=compared, profiled=profiled, eager_trace=eager_trace, full_trace=full_trace,
+        compared=compared, drafted=drafted, profiled=profiled, eager_trace=eager_trace, full_trace=full_trace,
         cpu_trace=cpu_trace, record=record, planned=planned, parts=parts, loaded=loaded, load_swept=load_swept,
         planner_records=planner_records, growth_records=growth_records, capture_records=capture_records,
         prefill_records=prefill_records, ttft_records=ttft_records, crossover_records=crossover_records,

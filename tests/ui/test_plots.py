@@ -24,6 +24,7 @@ def views(make, records):
     result = make.compared()
     traced = make.profiled(eager=make.eager_trace(), full=make.full_trace())
     return {
+        "accepted": make.drafted().plot,
         "comparison": result.plot,
         "coverage": result.plot_coverage,
         "bucket_cost": result.plot_buckets,
