@@ -9,6 +9,7 @@ from cglab.errors import AddressError, CaptureError, InputError, ModelError, Tok
 from cglab.graphs.coverage import Reason
 from cglab.graphs.options import Options
 from cglab.graphs.out_forms import same_bits
+from cglab.models.attention import DecodeAttention
 from cglab.models.block_draft import BlockDraft
 from cglab.models.decoder import Taps
 from cglab.models.draft_cache import Feeder, draft_cache
@@ -163,6 +164,25 @@ def test_a_block_sees_a_context_alike_whichever_step_has_stored_it(make, backend
     finally:
         draft.close()
         verify.close()
+
+
+@backends
+@torch.no_grad()
+def test_a_block_is_the_newest_token_and_masks_which_all_see_each_other(make, backend):
+    """Against the draft called by hand: ids, positions, slots and the mask of a block spelt out."""
+    one = make("sampler outside", backend)
+    committed = [9, 5, 1]
+    values, before = one.inputs(committed), one.cache()
+    got = one.runner.run(3, **values).hidden
+    one.restore(before)
+    ids = [token for newest in values["input_ids"].tolist() for token in (newest, 96, 96, 96)]
+    positions = [count + i for count in committed for i in range(4)]
+    attend = DecodeAttention(
+        one.draft_kv, request_rows=values["request_rows"], seq_lens=values["seq_lens"], width=4,
+        out_slots=values["out_slots"], tree=torch.ones(3, 4, 4, dtype=torch.bool, device=one.device),
+    )  # fmt: skip
+    by_hand = one.draft(*(torch.tensor(column, device=one.device) for column in (ids, positions)), attend)
+    torch.testing.assert_close(got, by_hand, rtol=1e-3, atol=1e-4)
 
 
 @samplers
