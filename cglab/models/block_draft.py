@@ -166,6 +166,11 @@ class BlockDraft(nn.Module):
             raise ModelError("the draft is bound to no target; call bind(target) before its first step")
         return self._targets[0]
 
+    @property
+    def rotary(self) -> Tensor:
+        """[max_position, 2, head_dim], the target's rotary table."""
+        return self.target.rotary
+
     def bind(self, target: Decoder) -> None:
         """Shares a target's embedding, head and rotary table, before any capture (P85).
 
@@ -196,7 +201,7 @@ class BlockDraft(nn.Module):
             attend: tells where each draft layer's keys and values go.
         """
         context = self.context_norm(self.fuse(features))
-        turn = self.target.rotary.index_select(0, positions)
+        turn = self.rotary.index_select(0, positions)
         for layer_index, block in enumerate(self.blocks):
             attend.cache(layer_index).store(*block.attention.context(context, turn))  # type: ignore[union-attr,operator]
 
@@ -213,4 +218,4 @@ class BlockDraft(nn.Module):
             head.
         """
         hidden = self.target.embedding(input_ids)
-        return self.body(self, hidden, self.target.rotary.index_select(0, positions), attend)
+        return self.body(self, hidden, self.rotary.index_select(0, positions), attend)
