@@ -148,11 +148,17 @@ class BlockDraftRunner(RequestRunner[BlockDraft]):
 
         Returns:
             [requests, block_size - 1] int64.
+
+        Raises:
+            InputError: for the result of another runner.
         """
         if drafted.chosen is not None:
             return drafted.chosen
-        tokens = self.sampler(drafted.hidden)  # type: ignore[arg-type]  # it refuses what is none
-        self._sampled_eager.miss(self.sampler.why_eager or Miss(Reason.NOT_ELIGIBLE), len(tokens))
+        why, hidden = self.sampler.why_eager, drafted.hidden
+        if why is None or hidden is None:
+            raise InputError("these are no drafts of this runner; give what its run returned")
+        tokens = self.sampler(hidden)
+        self._sampled_eager.miss(why, len(tokens))
         if self.captured.options.debug:
             super().check((tokens,))
         return tokens

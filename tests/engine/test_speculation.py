@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cglab.engine.draft_workload import steady_draft, steady_speculation
 from cglab.engine.drafters import AssistantDrafter, BlockDrafter
 from cglab.engine.requests import Request, Sampling
 from cglab.engine.speculation import Speculation
@@ -405,8 +406,9 @@ def test_a_cancelled_request_and_a_failed_step_leave_the_others_right(bench, pla
     assert engine.scheduler.idle
 
 
-def test_only_greedy_requests_are_taken(bench):
-    engine = bench().engine(Speculation(3))
+@drafters
+def test_p66_only_greedy_requests_are_taken_so_a_sampler_has_no_parameters_to_be_staged(bench, seed):
+    engine = bench().engine(Speculation(3), seed=seed)
     with pytest.raises(
         InputError, match=r"prompt 0 is sampled at temperature 0.7, and drafts are accepted greedily"
     ):
@@ -469,6 +471,27 @@ def test_p83_a_sampler_outside_of_the_graph_is_timed_as_forward_or_shows_as_idle
         assert open_then == [] and runner.sampling().eager == 0, "replayed"
     else:
         assert open_then == [inside or timed] * steps and runner.sampling().captured == 0
+
+
+@pytest.mark.parametrize(("seed", "phases"), [("graph", ["seed_step", "draft_loop", "verify"]),
+                                              ("fused", ["draft_loop", "verify"]),
+                                              ("sampler inside", ["block_draft", "verify"]),
+                                              ("sampler outside", ["block_draft", "verify"])])  # fmt: skip
+def test_each_phase_of_a_step_can_be_held_and_repeated(bench, seed, phases):
+    engine = bench().engine(Speculation(3), backend="full", seed=seed)
+    runners = engine.speculator.runners
+    assert [*runners] == phases
+    for name in phases:
+        with steady_draft(engine, name, 2, 12) as step:
+            first, again = ([leaf.clone() for leaf in runners[name].run(step.live, **step.inputs) if leaf is not None]
+                            for _ in range(2))  # fmt: skip
+            assert all(map(torch.equal, first, again)) and first
+        assert runners[name].coverage().captured == 2 and runners[name].coverage().eager == 0
+    before = engine.speculator.accepted.copy()
+    with steady_speculation(engine, 2, 12) as step:
+        assert step() == step()
+    assert engine.speculator.accepted.passes == before.passes
+    assert engine.scheduler.memory.rows.free == engine.scheduler.memory.rows.total
 
 
 @pytest.mark.parametrize(("speculation", "seed"), [(Speculation(3), "graph"), (Speculation(3, 3), "graph"),

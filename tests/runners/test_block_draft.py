@@ -16,7 +16,7 @@ from cglab.models.draft_cache import Feeder, draft_cache
 from cglab.models.loading import random_model
 from cglab.models.spans import Span
 from cglab.runners import block_draft as block_draft_module
-from cglab.runners.block_draft import LEAST_FREE, BlockDraftRunner, little_memory
+from cglab.runners.block_draft import LEAST_FREE, BlockDraftRunner, Drafted, little_memory
 from cglab.runners.draft_sampler import DraftSampler
 from cglab.runners.prefill import PrefillRunner
 from cglab.runners.verify import VerifyRunner
@@ -229,6 +229,8 @@ def test_p62_the_tokens_of_a_step_are_that_steps_whether_it_replayed_or_not(make
         seen.append(got.tolist())
     assert len({str(tokens) for tokens in seen}) == len(seen)
     assert one.runner.coverage().reasons == {"ABOVE_LARGEST": 2}
+    with pytest.raises(InputError, match="no drafts of this runner"):
+        one.runner.tokens(Drafted(None, None))
     sampling = one.runner.sampling()
     assert sampling.reasons == ({"ABOVE_LARGEST": 2} if in_graph else {"BACKEND_EAGER": 10})
 
