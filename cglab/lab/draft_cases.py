@@ -25,6 +25,8 @@ from cglab.lab.oracles import Outcome, Step
 from cglab.models import draft_tree
 from cglab.models.draft_tree import Draft
 from cglab.models.loading import LoadedModel
+from cglab.models.ops import use_ops
+from cglab.models.paged import AttentionKind
 from cglab.runners.base import window_inputs
 from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.seed_step import DraftRunner, SeedRunner
@@ -55,6 +57,12 @@ class VerifyOracles(RequestBatches[VerifyRunner]):
             )
             for mode, drafted, padding in product(("full", "breakable"), (CHAIN, TREE), (True, False))
         }  # fmt: skip
+
+    def use_ops(self, ops: str) -> None:
+        """Sets the form in which the model computes, for chains and trees."""
+        heads = self.loaded.config.num_heads
+        kinds = [AttentionKind(heads, CHAIN.width), AttentionKind(heads, TREE.width, tree=True)]
+        use_ops(ops, self.loaded.model, self.kv, kinds)
 
     def sequence(self, runner: VerifyRunner, where: dict[str, Any]) -> None:
         """A few passes over random drafts; a random part of each chain is accepted, of a tree its root."""

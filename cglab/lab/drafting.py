@@ -46,17 +46,34 @@ class Drafting(NamedTuple):
         assistant: bound to its target.
         speculation: steps, top-k and tokens of a draft.
         seed_graph: whether the seed step may be captured; False for ``CGLAB_DISABLE_SEED_GRAPH=1``.
+        name: what it was opened by.
+        weights: ``trained`` or ``random``.
     """
 
     assistant: Assistant
     speculation: Speculation
     seed_graph: bool = True
+    name: str = ""
+    weights: str = "random"
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """How much is drafted, as it is recorded."""
-        told = self.speculation
-        return {"draft_steps": told.steps, "topk": told.topk, "width": told.width, "pinned": told.pinned}
+        """What a record's workload says about drafts."""
+        sizes = self.speculation
+        return {
+            "draft": self.name, "draft_weights": self.weights, "draft_steps": sizes.steps, "topk": sizes.topk,
+            "width": sizes.width, "pinned": sizes.pinned,
+        }  # fmt: skip
+
+    def speculator(self, kv: PagedKV, phases: DraftPhases) -> Speculator:
+        """What drafts and verifies for an engine over this cache.
+
+        Args:
+            kv: the target's cache.
+            phases: runners over it.
+        """
+        drafter = AssistantDrafter(self.assistant, kv, phases, self.speculation)
+        return Speculator(self.assistant.target, drafter, kv, phases, self.speculation)
 
 
 def plan_draft(
@@ -96,20 +113,8 @@ def open_draft(plan: DraftPlan, target: Decoder, *, seed: int = 0) -> Drafting:
         ModelError: as ``load_draft``.
     """
     loaded = load_draft(plan.source, target, seed=seed)
-    return Drafting(loaded.assistant, plan.speculation, settings.read_settings().seed_graph)
-
-
-def speculator_of(drafting: Drafting, kv: PagedKV, phases: DraftPhases) -> Speculator:
-    """Who drafts and verifies for the engine.
-
-    Args:
-        drafting: the draft, bound to its target.
-        kv: the target's cache.
-        phases: runners over all of them.
-    """
-    assistant, speculation = drafting.assistant, drafting.speculation
-    drafter = AssistantDrafter(assistant, kv, phases, speculation)
-    return Speculator(assistant.target, drafter, kv, phases, speculation)
+    seed_graph = settings.read_settings().seed_graph
+    return Drafting(loaded.assistant, plan.speculation, seed_graph, plan.name, loaded.weights)
 
 
 def use_ops_of_both(ops: str, target: Decoder, kv: PagedKV, drafting: Drafting | None) -> None:

@@ -24,7 +24,7 @@ from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
 from cglab.lab import comparing, steps
 from cglab.lab.comparison import Comparison, Profile
-from cglab.lab.drafting import DraftPlan, open_draft, speculator_of, use_ops_of_both
+from cglab.lab.drafting import DraftPlan, open_draft, use_ops_of_both
 from cglab.lab.load_run import LoadRun, run_load
 from cglab.lab.phases import LabPhases, prefill_sizes
 from cglab.lab.prompts import Prompts, encode, sample_prompts
@@ -44,7 +44,7 @@ class Lab:
         captures: the toggles; a change takes effect with the next call.
         model, config, tokenizer: what was opened.
         weights: ``trained`` or ``random``.
-        draft, drafting: name of the draft model, and the model with its speculation; None without one.
+        drafting: the draft model, and how much it drafts; None without one.
         engine: requests and the paged cache.
         sizes: how large measured steps are, and can be.
     """
@@ -67,14 +67,13 @@ class Lab:
             source, device=device, dtype=dtype, seed=seed
         )
         kv = paged_kv(layout, self.config, device=device, dtype=dtype)
-        self.draft = None if draft is None else draft.name
         self.drafting = None if draft is None else open_draft(draft, self.model, seed=seed)
         use_ops_of_both(ops, self.model, kv, self.drafting)
         self.phases = LabPhases(
             self.model, kv, self.group, self.captures, buckets=self.buckets, prefill_buckets=self.prefill_buckets,
             options=Options(padding=padding, debug=debug), drafting=self.drafting,
         )  # fmt: skip
-        speculator = None if self.drafting is None else speculator_of(self.drafting, kv, self.phases)
+        speculator = None if self.drafting is None else self.drafting.speculator(kv, self.phases)
         self.engine = Engine(self.model, kv, self.phases, scheduling, speculator)
         self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
@@ -97,7 +96,7 @@ class Lab:
     @property
     def drafted(self) -> dict[str, Any]:
         """Sizes of drafts, as they are recorded; nothing without a draft model."""
-        return {} if self.drafting is None else {"draft": self.draft, **self.drafting.sizes}
+        return {} if self.drafting is None else self.drafting.sizes
 
     @property
     def models(self) -> tuple[Any, ...]:

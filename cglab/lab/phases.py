@@ -111,7 +111,7 @@ class LabPhases:
         Raises:
             ToggleError: without a draft model.
         """
-        mode, (_, speculation, _) = self._mode("verify", mode), self._drafting("verify")
+        mode, speculation = self._mode("verify", mode), self._drafting("verify").speculation
         make = partial(
             VerifyRunner, self.model, self.kv, self.group, self.buckets, width=speculation.width,
             topk=speculation.topk, steps=speculation.steps,
@@ -128,10 +128,10 @@ class LabPhases:
         Raises:
             ToggleError: without a draft model.
         """
-        mode, (assistant, speculation, _) = self._mode("draft_loop", mode), self._drafting("draft_loop")
-        fused = self.fused() if fused is None else fused
+        mode, drafting = self._mode("draft_loop", mode), self._drafting("draft_loop")
+        fused, speculation = self.fused() if fused is None else fused, drafting.speculation
         make = partial(
-            DraftLoopRunner, assistant, self.kv, self.group, self.buckets, steps=speculation.steps,
+            DraftLoopRunner, drafting.assistant, self.kv, self.group, self.buckets, steps=speculation.steps,
             topk=speculation.topk, tokens=speculation.width, fused=fused,
         )  # fmt: skip
         return self._runner("draft_loop", f"{mode}, fused" if fused else mode, make, self._options(mode))

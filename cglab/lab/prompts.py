@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 
-from cglab.errors import InputError
+from cglab.errors import InputError, ModelError
+from cglab.models.sources import find_folder
 from cglab.models.tokenizer import Tokenizer
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
@@ -40,6 +42,22 @@ def sample_prompts(count: int, *, vocabulary: int, has_text: bool) -> list[Any]:
         return list(islice(cycle(TEXTS), count))
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary, (count, LENGTH), generator=generator).tolist()
+
+
+def held_out(count: int | None = None, model: str = "pico-gqa") -> list[list[int]]:
+    """Token ids of a shipped model's held-out prompts: beginnings of files that it was not trained on.
+
+    Args:
+        count: the first so many, which have all lengths from 16 to 256 tokens; None for all.
+        model: its name.
+
+    Raises:
+        ModelError: if the model is not shipped, or was shipped without prompts.
+    """
+    path = find_folder(model) / "prompts.json"
+    if not path.is_file():
+        raise ModelError(f"{path} is not there: {model} has no held-out prompts; take a shipped model")
+    return [prompt["ids"] for prompt in json.loads(path.read_text(encoding="utf-8"))[:count]]
 
 
 def encode(prompts: Prompts, tokenizer: Tokenizer | None, model: str) -> list[list[int]]:

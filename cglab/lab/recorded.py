@@ -75,7 +75,7 @@ class Recorded:
         return f"{len(self.records)} {self.bench} results recorded on {self.where}"
 
 
-VERDICTS = ("parity", "requests")
+VERDICTS = ("parity", "requests", "speculation")
 """Benches whose records say whether something held."""
 
 

@@ -20,17 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cglab.engine.batches import Batch, SchedulerOptions
-from cglab.engine.engine import Engine
+from cglab.engine.batches import SchedulerOptions
 from cglab.engine.load import Load, drive
-from cglab.engine.phases import Phases
-from cglab.engine.requests import Request
 from cglab.graphs.options import Options
 from cglab.graphs.out_forms import same_bits
 from cglab.lab.phases import LabPhases
 from cglab.lab.poison import poison
 from cglab.lab.techniques import Captures
+from cglab.lab.through import PhasesThrough
 from cglab.lab.verdicts import TechniqueParity
+from cglab.lab.watched import Watched, WatchedEngine, against
 from cglab.measure.drift import Drift
 from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel, load_model
@@ -45,65 +44,16 @@ BUCKETS, PREFILL_BUCKETS = (1, 2, 4, 8), (4, 8, 16, 24, 32)
 
 
 @dataclass
-class _Scheduled:
+class _Scheduled(Watched):
     """What one run of the load gave.
 
     Attributes:
-        requests: those of the load.
-        logits: of every token, by request and place in its output.
         served: for every step, the size it was replayed at; None where it ran eager.
         preemptions: how often a request gave way.
     """
 
-    requests: list[Request] = field(default_factory=list)
-    logits: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     served: list[int | None] = field(default_factory=list)
     preemptions: int = 0
-
-
-class _Through:
-    """A runner whose steps are computed in another way, everything else its own."""
-
-    def __init__(self, runner: Runner[Any], how: Callable[..., Any]) -> None:
-        self._runner, self._how = runner, how
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def run(self, live: Any, **inputs: Tensor) -> Any:
-        return self._how(self._runner, live, inputs)
-
-
-class _PhasesThrough:
-    """Phases whose runners compute their steps in another way."""
-
-    def __init__(self, phases: Phases, how: Callable[..., Any]) -> None:
-        self._phases, self._how = phases, how
-
-    def decode(self, *, sampling: bool) -> Any:
-        return _Through(self._phases.decode(sampling=sampling), self._how)
-
-    def prefill(self) -> Any:
-        return _Through(self._phases.prefill(), self._how)
-
-
-class _WatchedEngine(Engine):
-    """An engine that keeps the logits of every token, and the requests."""
-
-    def __init__(self, found: _Scheduled, *args: Any) -> None:
-        super().__init__(*args)
-        self._found = found
-
-    def submit(self, request: Request) -> None:
-        self._found.requests.append(request)
-        super().submit(request)
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        tokens, logits = super().forward(batch)
-        ending = [chunk.request for chunk in batch.chunks if chunk.last]
-        for request, row in zip(ending, logits.clone(), strict=True):
-            self._found.logits[request.index, len(request.output)] = row
-        return tokens, logits
 
 
 class RequestOracles:
@@ -148,8 +98,8 @@ class RequestOracles:
 
     def _run(self, how: Callable[..., Any], found: _Scheduled | None = None) -> _Scheduled:
         found = found or _Scheduled()
-        engine = _WatchedEngine(
-            found, self.loaded.model, self.kv, _PhasesThrough(self.phases, how), self.policy
+        engine = WatchedEngine(
+            found, self.loaded.model, self.kv, PhasesThrough(self.phases, how), self.policy
         )
         drive(engine, self.load, self.loaded.config.vocab_size)
         found.preemptions = sum(request.preemptions for request in found.requests)
@@ -195,10 +145,10 @@ class RequestOracles:
         """Oracle 2: every request by itself, eager; and what batching alone does to its logits."""
         self.captures.decode = self.captures.prefill = "eager"
         found = _Scheduled()
-        phases = _PhasesThrough(
+        phases = PhasesThrough(
             self.phases, lambda runner, live, inputs: runner.run_live_eager(live, **inputs)
         )
-        engine = _WatchedEngine(found, self.loaded.model, self.kv, phases, self.policy)
+        engine = WatchedEngine(found, self.loaded.model, self.kv, phases, self.policy)
         for request in self.load.requests(self.loaded.config.vocab_size):
             engine.flush_cache()
             list(engine.stream([request]))
@@ -232,30 +182,11 @@ class RequestOracles:
             for place in sorted(got.logits.keys() & other.logits.keys()):
                 if not same_bits(got.logits[place], other.logits[place]):
                     result.fault(oracle, {"request": place[0], "token": place[1]}, "logits differ in bits")
-        self._against_alone(got, result)
+        against(
+            got, got.requests[-self.load.count :], self._tokens, self._alone, result,
+            bound=self.drift.bound("logits"), exact=self.exact, what="the request alone",
+        )  # fmt: skip
         return result
-
-    def _against_alone(self, got: _Scheduled, result: TechniqueParity) -> None:
-        result.bound = self.drift.bound("logits")
-        for request in got.requests[-self.load.count :]:
-            wanted = self._tokens[request.index]
-            for step, (token, want) in enumerate(zip(request.output, wanted, strict=True)):
-                where = {"request": request.index, "token": step}
-                alone = self._alone[request.index, step]
-                far = float((got.logits[request.index, step].double() - alone.double()).abs().max())
-                result.max_drift = max(result.max_drift, far)
-                result.compared_tokens += 1
-                if self.exact and not far <= result.bound:
-                    result.fault(2, where, f"logits drift by {far:.3g}, bound {result.bound:.3g}")
-                if token != want:
-                    gap = float(alone.max() - alone[token])
-                    tie = gap < result.bound
-                    result.ties, result.differing = result.ties + tie, result.differing + (not tie)
-                    if self.exact and not tie:
-                        result.fault(
-                            2, where, f"token {token} where the request alone has {want}, {gap:.3g} higher"
-                        )
-                    break  # from here on the contexts differ
 
     def close(self) -> None:
         """Gives recordings and pool back."""

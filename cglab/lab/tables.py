@@ -8,7 +8,10 @@ from typing import Any
 from cglab.lab.comparison import TAPE_NOTE
 from cglab.measure.record import Record
 
-_SIZES = ("batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "phase", "ops", "kernels")
+_SIZES = (
+    "batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "dataset", "phase", "ops", "kernels",
+    "topk", "padding", "prompts",
+)  # fmt: skip
 _COLUMNS = {
     "decode": ("step_ms", "ratio_to_eager", "ratio_to_transformers", "busy_ms", "launches", "kernels", "gap_us",
                "floor_ms", "predicted_gain_ms", "gained_ms", "outcome", "capture_s", "capture_gb", "host_us"),
@@ -28,6 +31,12 @@ _COLUMNS = {
     "ttft_crossover": ("limit", "safe_limit", "next_size", "crossover", "default_limit"),
     "load": ("ttft_ms_p50", "ttft_ratio", "ttft_verdict", "tpot_ms_p50", "tpot_ratio", "output_tok_s",
              "queueing_ms_p50", "tokens_equal", "occupancy_percent", "gauge_percent"),
+    "accept": ("tokens_per_pass", "accept_rate", "completion_per_pass", "share_1", "share_2", "share_3", "share_4",
+               "passes", "tokens_counted", "distinct_4grams", "ok"),
+    "speculation": ("steps", "captured", "bitwise", "tokens_equal", "ties", "differing", "tokens_per_pass", "ok"),
+    "mtp": ("tokens_s", "tpot_ms", "tpot_ratio", "tpot_verdict", "ttft_ms", "queueing_ms", "round_ms", "round_ratio",
+            "accept_length", "seed_step_ms", "draft_loop_ms", "verify_ms", "seed_busy_ms", "gap_ms", "seed_share",
+            "tokens_equal"),
     "planner": ("time_ms", "ratio_to_sglang", "waste", "buckets", "eager_steps", "memory_mb", "capture_s", "ok"),
     "recovery": ("operations", "tried", "failed", "ok"),
     "notebooks": ("tests", "passed", "failures", "errors", "skipped", "ok"),

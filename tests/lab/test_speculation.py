@@ -118,7 +118,14 @@ def test_the_sizes_of_80_requests_are_the_29_of_s0s_log():
 def test_a_comparison_is_bitwise_and_says_what_was_drafted(lab, name):
     compared = lab.compare(name, ARMS[name], batch=3, context=40, repeats=1)
     assert {each.verdict for each in compared.parity.values()} == {"bitwise"}
-    drafted = {"draft": DRAFT, "draft_steps": 3, "topk": 1, "width": 4, "pinned": None}
+    drafted = {
+        "draft": DRAFT,
+        "draft_weights": "trained",
+        "draft_steps": 3,
+        "topk": 1,
+        "width": 4,
+        "pinned": None,
+    }
     assert compared.workload.items() >= {"batch": 3, "context": 40, "bucket": 3, **drafted}.items()
     frame = compared.as_frame().set_index("arm")
     assert frame.loc["eager", "reasons"] == "backend_eager"

@@ -168,7 +168,7 @@ def test_g2_compares_arms_of_one_run_only():
 
 def test_g4_is_met_by_the_published_ratio_or_by_the_launch_gap():
     def seed_step(tokens, step):
-        shared = {"bench": "seed_step", "run": "r", "workload": {"dataset": "chat"}}
+        shared = {"bench": "mtp", "run": "r", "workload": {"dataset": "chat"}}
         return (
             record(1, arm="eager", metrics={"tokens_s": 100.0, "round_ms": 10.0, "gap_ms": 2.0}, **shared),
             record(2, arm="graph", metrics={"tokens_s": tokens, "round_ms": step, "gap_ms": 0.1}, **shared),

@@ -198,7 +198,7 @@ def test_prefill_steps_are_switched_and_measured_on_a_strip_of_their_own(lab):
 def test_n05_a_prefill_capture_that_fails_flips_back_though_buckets_are_captured_on_use(lab, monkeypatch):
     lab.captures.prefill = "eager"
     strip = lab_strip(lab, "prefill")
-    monkeypatch.setattr(lab.phases, "_prefill", {})
+    monkeypatch.setitem(lab.phases._made, "prefill", {})
     monkeypatch.setattr("cglab.models.spans.PrefillAttention.__call__", lambda *_: torch.ones(()).item())
     strip.state.requested = "breakable"
     assert lab.captures.prefill == strip.state.actual == strip.mode.value == "eager"
@@ -209,7 +209,7 @@ def test_n05_a_prefill_capture_that_fails_flips_back_though_buckets_are_captured
 def test_n05_a_real_capture_that_fails_leaves_the_lab_s_toggle(lab, monkeypatch):
     lab.captures.decode = "eager"
     strip = lab_strip(lab)
-    monkeypatch.setattr(lab.phases, "_decode", {})
+    monkeypatch.setitem(lab.phases._made, "decode", {})
     monkeypatch.setattr(
         "cglab.models.decoder.Decoder.logits", lambda self, hidden: hidden * hidden.max().item()
     )
