@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="greedy tokens after each prompt")
     options = parser.parse_args()
     target = load_model(options.model, device="cpu", dtype=torch.float32).model
-    assistant = load_draft(options.draft, target).model
+    assistant = load_draft(options.draft, target).assistant
     prompts = [prompt["ids"] for prompt in json.loads((options.model / "prompts.json").read_text())]
     held_out = held_out_texts(target, prompts, assistant.layers[-1], options.tokens)
     for name, measure in (

@@ -5,20 +5,18 @@ Requests are held still as ``workload.steady_decode`` holds them, over real keys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from cglab.engine.batches import Chunk, DecodeBatch
+from cglab.engine.batches import DecodeBatch
+from cglab.engine.drafters import seeded
 from cglab.engine.engine import Engine
-from cglab.engine.inputs import step_inputs
 from cglab.engine.speculator import Speculator
 from cglab.engine.workload import DecodeStep, steady_decode
 from cglab.errors import InputError
-from cglab.models.draft_tree import Draft
-from cglab.runners.base import window_inputs
 
 
 @contextmanager
@@ -31,7 +29,7 @@ def steady_draft(
 
     Args:
         engine: with a speculator, and enough free rows and pages.
-        phase: ``seed_step``, ``draft_loop`` or ``verify``.
+        phase: ``verify``, or a technique of the drafter's runners.
         batch: live requests.
         context: tokens of each, of which all but the newest are in the cache.
         seed: of the prompts.
@@ -40,18 +38,9 @@ def steady_draft(
         InputError: without a speculator, or as ``steady_decode``.
     """
     speculator = _speculator(engine)
-    with steady_decode(engine, batch, context, seed=seed) as step:
-        rows, newest = step.inputs["request_rows"], step.inputs["input_ids"]
-        where = {"request_rows": rows, "seq_lens": step.inputs["seq_lens"] - 1}
-        inputs = {"input_ids": newest, "hidden": speculator.hidden.index_select(0, rows), **where}
-        seed_runner = speculator.phases.seed_step()
-        if phase != "seed_step" and seed_runner is not None:
-            seeded = seed_runner.run_live_eager(batch, **inputs)
-            inputs = dict(zip(("topk_p", "topk_index", "hidden"), seeded, strict=True)) | where
-        if phase == "verify":
-            draft = Draft(*speculator.phases.draft_loop().run_live_eager(batch, **inputs))
-            inputs = _verify_inputs(engine, speculator, newest, draft)
-        yield DecodeStep(batch, context, inputs)
+    with steady_decode(engine, batch, context, seed=seed):
+        given = _given(speculator, speculator.inputs(_held(engine).requests))
+        yield DecodeStep(batch, context, next(inputs for name, inputs in given if name == phase))
 
 
 @contextmanager
@@ -93,11 +82,14 @@ def _held(engine: Engine) -> DecodeBatch:
     return DecodeBatch(tuple(engine.scheduler.running))
 
 
-def _verify_inputs(engine: Engine, speculator: Speculator, newest: Tensor, draft: Draft) -> dict[str, Tensor]:
-    speculation = speculator.speculation
-    chunks = [Chunk(r, r.computed, speculation.width, last=True) for r in _held(engine).requests]
-    names = ("request_rows", "seq_lens", "out_slots", *window_inputs(engine.kv))
-    tree = draft._asdict()
-    tokens = torch.cat((newest.unsqueeze(1), tree.pop("draft_tokens")), 1).flatten()
-    inputs = {"input_ids": tokens, **step_inputs(chunks, names, engine.kv)}
-    return inputs | tree if speculation.topk > 1 else inputs
+@torch.no_grad()
+def _given(speculator: Speculator, inputs: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """What each runner of a step is given, by technique and in order."""
+    drafter, live = speculator.drafter, len(inputs["newest"])
+    given, output = drafter.start(inputs), None
+    for name, runner in drafter.runners.items():
+        yield name, given
+        output = runner.run_live_eager(live, **given)
+        if name == "seed_step":
+            given = seeded(output, given)
+    yield "verify", speculator.verify_inputs(drafter.proposal(output), inputs)

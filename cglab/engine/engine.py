@@ -197,7 +197,7 @@ class Engine:
         with self.segments.timed("prefill"):
             hidden = runner.run(spans, **inputs)
             if self.speculator:
-                self.speculator.prefilled(batch.chunks, hidden)
+                self.speculator.drafter.prefilled(batch.chunks, hidden)
             logits = runner.last_logits(hidden, spans, ending)
             chunks = [batch.chunks[index] for index in ending]
             if not any(chunk.request.sampling.temperature for chunk in chunks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from cglab.runners.block_draft import BlockDraftRunner
 from cglab.runners.decode import DecodeRunner
 from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.prefill import PrefillRunner
@@ -23,12 +24,16 @@ class Phases(Protocol):
         ...
 
 
-class DraftPhases(Protocol):
-    """The runners that speculative decoding adds."""
+class VerifyPhases(Protocol):
+    """The target's side of speculative decoding."""
 
     def verify(self) -> VerifyRunner:
         """The target over a whole draft of each request."""
         ...
+
+
+class DraftPhases(VerifyPhases, Protocol):
+    """The same with an assistant."""
 
     def draft_loop(self) -> DraftLoopRunner:
         """The assistant's steps after the seed; or all of them, where ``seed_step`` is None."""
@@ -36,4 +41,12 @@ class DraftPhases(Protocol):
 
     def seed_step(self) -> SeedRunner | None:
         """The assistant's first step; None where it is part of the loop."""
+        ...
+
+
+class BlockPhases(VerifyPhases, Protocol):
+    """The same with a block draft; the target's runners of prefill and verify feed its cache."""
+
+    def block_draft(self) -> BlockDraftRunner:
+        """All tokens of a draft at once."""
         ...

@@ -16,7 +16,8 @@ class Speculation:
     The most probable are verified, together with the token that the target chose last.
 
     Attributes:
-        steps: assistant steps of a draft, and so the most drafted tokens that can be accepted.
+        steps: assistant steps of a draft, and so the most drafted tokens that can be accepted; for a block draft one
+            less than a block has tokens.
         topk: candidates of each; with 1 a draft is a chain, otherwise a tree.
         tokens: tokens of a request that are verified at once, that of the target included; None for one of each
             step and branch, ``1 + steps * topk``.

@@ -62,6 +62,7 @@ class Options:
         debug: hand out views that refuse to be read once they are stale (B20).
         strict: raise when a capture fails, instead of running eager with the reason.
         kill_switch: what switched this capture off, such as ``CGLAB_DISABLE_SEED_GRAPH=1``; the backend is then eager.
+        refusal: any other reason why nothing may be captured; the backend is then eager.
     """
 
     backend: str = "full"
@@ -77,12 +78,15 @@ class Options:
     strict: bool = False
     after_warmup: Callable[[], None] | None = None
     kill_switch: str = ""
+    refusal: Miss | None = None
 
     def __post_init__(self) -> None:
-        if self.kill_switch:
+        if self.kill_switch or self.refusal:
             self.backend = "eager"
 
     @property
     def why_eager(self) -> Miss:
         """Why nothing is captured on the eager backend."""
-        return Miss(Reason.KILL_SWITCH, self.kill_switch) if self.kill_switch else Miss(Reason.BACKEND_EAGER)
+        if self.kill_switch:
+            return Miss(Reason.KILL_SWITCH, self.kill_switch)
+        return self.refusal or Miss(Reason.BACKEND_EAGER)

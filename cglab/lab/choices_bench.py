@@ -24,7 +24,7 @@ from cglab.lab.step_metrics import CALLS, Progress, model_facts, silent, sustain
 from cglab.measure.ab import interleave
 from cglab.measure.record import Record, make_record, new_run
 from cglab.models.compiled import Compiled, nothing_compiled
-from cglab.models.decoder import Body, Decoder, Portable
+from cglab.models.decoder import Body, Portable, Taps
 from cglab.models.ops import good_ops
 from cglab.models.regions import Kernels, torch_kernels, written_kernels
 from cglab.runners.base import Runner
@@ -58,8 +58,10 @@ class _Gathered:
     def __init__(self, body: Compiled) -> None:
         self._body = body
 
-    def __call__(self, model: Decoder, hidden: Tensor, turn: Tensor, attend: Any) -> Tensor:
-        return self._body(model, hidden, turn, attend)
+    def __call__(
+        self, model: Any, hidden: Tensor, turn: Tensor, attend: Any, taps: Taps | None = None
+    ) -> Tensor:
+        return self._body(model, hidden, turn, attend, taps)
 
 
 def choices(

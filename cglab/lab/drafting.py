@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cglab import settings
+from cglab.engine.drafters import AssistantDrafter
 from cglab.engine.phases import DraftPhases
 from cglab.engine.speculation import Speculation
 from cglab.engine.speculator import Speculator
@@ -71,7 +72,8 @@ class Drafting(NamedTuple):
             kv: the target's cache.
             phases: runners over it.
         """
-        return Speculator(self.assistant.target, self.assistant, kv, phases, self.speculation)
+        drafter = AssistantDrafter(self.assistant, kv, phases, self.speculation)
+        return Speculator(self.assistant.target, drafter, kv, phases, self.speculation)
 
 
 def plan_draft(
@@ -95,7 +97,7 @@ def plan_draft(
             raise InputError('speculation needs a draft model; give draft= too, such as "pico-gqa-assistant"')
         return None
     source = DraftSource(random_shape(target), None) if name == RANDOM else find_draft(name)
-    bound_layers(source.config, target)
+    bound_layers(source.assistant, target)
     return DraftPlan(str(name), source, speculation or Speculation())
 
 
@@ -112,7 +114,7 @@ def open_draft(plan: DraftPlan, target: Decoder, *, seed: int = 0) -> Drafting:
     """
     loaded = load_draft(plan.source, target, seed=seed)
     seed_graph = settings.read_settings().seed_graph
-    return Drafting(loaded.model, plan.speculation, seed_graph, plan.name, loaded.weights)
+    return Drafting(loaded.assistant, plan.speculation, seed_graph, plan.name, loaded.weights)
 
 
 def use_ops_of_both(ops: str, target: Decoder, kv: PagedKV, drafting: Drafting | None) -> None:
@@ -134,8 +136,8 @@ def draft_of(loaded: LoadedModel, *, seed: int = 0) -> Assistant:
         seed: of random weights.
     """
     if loaded.weights == "trained":
-        return load_draft(SHIPPED, loaded.model).model
-    return load_draft(DraftSource(random_shape(loaded.config), None), loaded.model, seed=seed).model
+        return load_draft(SHIPPED, loaded.model).assistant
+    return load_draft(DraftSource(random_shape(loaded.config), None), loaded.model, seed=seed).assistant
 
 
 def random_shape(target: ModelConfig) -> AssistantConfig:

@@ -19,6 +19,7 @@ from torch import Tensor
 from cglab.engine.acceptance import AcceptLengths
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.cache import paged_kv
+from cglab.engine.drafters import AssistantDrafter
 from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Request
 from cglab.engine.speculation import Speculation
@@ -128,7 +129,8 @@ class SpeculativeOracles:
     ) -> WatchedDrafts:
         """The requests, or only one of them; with ``found`` the logits of every token are kept there."""
         phases, run = PhasesThrough(self.phases, how), found or WatchedDrafts()
-        parts = self.loaded.model, self.drafting.assistant, self.kv, phases, self.speculation
+        drafter = AssistantDrafter(self.drafting.assistant, self.kv, phases, self.speculation)
+        parts = self.loaded.model, drafter, self.kv, phases, self.speculation
         speculator = None
         if drafts:
             speculator = Speculator(*parts) if found is None else WatchedSpeculator(run, *parts)

@@ -22,8 +22,9 @@ from torch.nn.utils import skip_init
 from cglab.errors import ModelError
 from cglab.models.attention import DecodeStep
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Body, Decoder, FeedForward, Portable, rotate
+from cglab.models.decoder import Body, Decoder, FeedForward, Portable
 from cglab.models.fields import Fields, read_json
+from cglab.models.rotary import rotate
 
 ARCHITECTURE: Final = "FrozenKVAssistant"
 KINDS: Final = ("full", "sliding")

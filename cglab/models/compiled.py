@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cglab.errors import RecompiledError
 from cglab.models.config import ModelConfig
+from cglab.models.decoder import Taps
 from cglab.models.kv import LayerCache, LayerPool, PagedKV
 from cglab.models.paged import AttentionKind, prepare_attention
 from cglab.models.regions import Between, Kernels, Regions, regions, written_kernels
@@ -164,7 +165,9 @@ class Compiled:
 
         return leave
 
-    def __call__(self, model: Any, hidden: Tensor, turn: Tensor, attend: Any) -> Tensor:
+    def __call__(
+        self, model: Any, hidden: Tensor, turn: Tensor, attend: Any, taps: Taps | None = None
+    ) -> Tensor:
         """See ``decoder.Body``; ``attend`` tells where its keys and values go."""
         if not hidden.shape[0]:  # nothing to compute, and a kind of step that is not compiled
             return hidden
@@ -175,6 +178,8 @@ class Compiled:
             attended = attend.attend(layer_index, query, key, value)
             del query, key, value, hidden  # a recording's pool is as large as what is alive at a time
             hidden, residual = in_parts(leave, attended, residual)
+            if taps is not None:
+                taps.note(layer_index, residual, hidden)
         out: Tensor = self._regions.finish(hidden, residual, model.norm.weight)
         return out
 

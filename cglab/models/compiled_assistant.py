@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cglab.models.assistant import Assistant, FrozenAttention
 from cglab.models.compiled import Compiled, changing
+from cglab.models.decoder import Taps
 from cglab.models.kv import LayerPool, PagedKV
 
 
@@ -40,7 +41,14 @@ class CompiledAssistant(Compiled):
         )
         return found
 
-    def __call__(self, model: Assistant, hidden: Tensor, turn: Tensor, attend: FrozenAttention) -> Tensor:
+    def __call__(
+        self,
+        model: Assistant,
+        hidden: Tensor,
+        turn: Tensor,
+        attend: FrozenAttention,
+        taps: Taps | None = None,
+    ) -> Tensor:
         """See ``decoder.Body``."""
         if not hidden.shape[0]:  # nothing to compute, and a kind of step that is not compiled
             return hidden

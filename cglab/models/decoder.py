@@ -9,7 +9,8 @@ over query and key heads at once: a decode step is mostly launches.
 
 from __future__ import annotations
 
-import math
+import functools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from cglab.models.config import Llama3Scaling, ModelConfig
+from cglab.models.config import ModelConfig
+from cglab.models.rotary import rotary_table, rotate
 
 
 class Attend(Protocol):
@@ -38,6 +40,29 @@ class Attend(Protocol):
         ...
 
 
+class Taps:
+    """Keeps the residual stream after some layers, side by side, for a draft that reads it.
+
+    Args:
+        layers: of the decoder, ascending.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = frozenset(layers)
+        self._kept: list[Tensor] = []
+
+    def note(self, layer_index: int, *parts: Tensor) -> None:
+        """Keeps the sum of ``parts`` [T, hidden_size] if the layer is one of them."""
+        if layer_index in self.layers:
+            self._kept.append(functools.reduce(torch.add, parts))
+
+    def features(self) -> Tensor:
+        """[T, layers * hidden_size] of the step that was run last."""
+        features = torch.cat(self._kept, dim=-1)
+        self._kept.clear()
+        return features
+
+
 class Body(Protocol):
     """A way to compute all blocks and the last norm: the same formulas, in other kernels.
 
@@ -51,7 +76,9 @@ class Body(Protocol):
     compile_seconds: float
     compilations: int
 
-    def __call__(self, model: Any, hidden: Tensor, turn: Tensor, attend: Any) -> Tensor:
+    def __call__(
+        self, model: Any, hidden: Tensor, turn: Tensor, attend: Any, taps: Taps | None = None
+    ) -> Tensor:
         """Runs every block.
 
         Args:
@@ -59,6 +86,7 @@ class Body(Protocol):
             hidden: [T, hidden_size], embeddings.
             turn: [T, 2, head_dim], rows of ``rotary_table``.
             attend: see ``Attend``; a form may ask more of it.
+            taps: told the residual stream after every block.
 
         Returns:
             [T, hidden_size]: the normed hidden states.
@@ -71,65 +99,16 @@ class Portable:
 
     name, compile_seconds, compilations = "portable", 0.0, 0
 
-    def __call__(self, model: Any, hidden: Tensor, turn: Tensor, attend: Any) -> Tensor:
+    def __call__(
+        self, model: Any, hidden: Tensor, turn: Tensor, attend: Any, taps: Taps | None = None
+    ) -> Tensor:
         """See ``Body``."""
         for layer_index, block in enumerate(model.blocks):
             hidden = block(hidden, turn, layer_index, attend)
+            if taps is not None:
+                taps.note(layer_index, hidden)
         out: Tensor = model.norm(hidden)
         return out
-
-
-def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None) -> Tensor:
-    """The angle that one position adds to each pair of a head.
-
-    Args:
-        head_dim: width of a head.
-        theta: base of the geometric series.
-        scaling: the Llama 3.1 stretch, or None.
-
-    Returns:
-        [head_dim / 2] float32 on the CPU, in radians per token.
-    """
-    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
-    if scaling is None:
-        return frequency
-    # How many turns a pair makes within the original context says how much of the stretch it gets.
-    turns = scaling.original_max_position * frequency / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return kept * frequency + (1.0 - kept) * frequency / scaling.factor
-
-
-def rotary_table(config: ModelConfig) -> Tensor:
-    """Cosines and signed sines of every position, side by side so that one gather fetches both.
-
-    Args:
-        config: the shape of the decoder.
-
-    Returns:
-        [max_position, 2, head_dim] float32 on the CPU: row p holds cos, then sin with the first half negated,
-        for position p.
-    """
-    frequency = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-    position = torch.arange(config.max_position, dtype=torch.float32, device="cpu")
-    angle = torch.outer(position, frequency)
-    cosine, sine = angle.cos(), angle.sin()
-    return torch.stack((torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)), dim=1)
-
-
-def rotate(heads: Tensor, turn: Tensor) -> Tensor:
-    """Turns heads to their positions.
-
-    Args:
-        heads: [T, n, head_dim].
-        turn: [T, 2, head_dim], rows of ``rotary_table``.
-
-    Returns:
-        [T, n, head_dim] in the dtype of ``heads``.
-    """
-    cosine, sine = turn.to(heads.dtype).unsqueeze(2).unbind(1)
-    # With the sine's sign in the table, the rotation by halves is a plain roll.
-    return torch.addcmul(heads * cosine, heads.roll(heads.shape[-1] // 2, dims=-1), sine)
 
 
 class Attention(nn.Module):
@@ -158,6 +137,16 @@ class Attention(nn.Module):
         query, key = rotate(turned, turn).split((self.heads, self.kv_heads), dim=1)
         value = qkv[:, self.heads + self.kv_heads :]
         return self.output(attend(layer_index, query, key, value))
+
+    def context(self, hidden: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, kv_heads, head_dim] alone, of tokens that ask nothing themselves."""
+        asked = self.heads * self.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[asked:]
+        joint = F.linear(hidden, self.qkv.weight[asked:], bias).view(-1, 2 * self.kv_heads, self.head_dim)
+        key, value = joint.split(self.kv_heads, dim=1)
+        if self.head_norm is not None:
+            key = F.rms_norm(key, (self.head_dim,), eps=self.eps) * self.head_norm[self.heads :]
+        return rotate(key, turn), value
 
 
 class FeedForward(nn.Module):
@@ -226,19 +215,22 @@ class Decoder(nn.Module):
         self.head = None if tied else skip_init(nn.Linear, *size, bias=False, **place)
         self.register_buffer("rotary", rotary_table(config).to(**place), persistent=False)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
+    ) -> Tensor:
         """Runs every block.
 
         Args:
             input_ids: [T] int64, tokens of all requests one after the other.
             positions: [T] int64, each token's position in its own request, below ``max_position``.
             attend: attention over the cache; see ``Attend``.
+            taps: told the residual stream after every block.
 
         Returns:
             [T, hidden_size]: the normed hidden states, in the parameters' dtype.
         """
         hidden = self.embedding(input_ids)
-        return self.body(self, hidden, self.rotary.index_select(0, positions), attend)
+        return self.body(self, hidden, self.rotary.index_select(0, positions), attend, taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token.

@@ -1,28 +1,43 @@
-"""Opens a draft model by name: shipped, from a folder, or a published shape with random weights."""
+"""Opens a draft model by name: shipped, from a folder, or a published shape with random weights.
+
+There are two kinds, told apart by the architecture in ``config.json``: assistants and block drafts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from cglab.errors import ModelError
-from cglab.models.assistant import ARCHITECTURE, Assistant, AssistantConfig
+from cglab.models.assistant import ARCHITECTURE as ASSISTANT
+from cglab.models.assistant import Assistant, AssistantConfig
+from cglab.models.block_draft import ARCHITECTURE as BLOCK_DRAFT
+from cglab.models.block_draft import BlockDraft, BlockDraftConfig, spread
 from cglab.models.checkpoint import check_draft_shards, read_shards, shard_files
 from cglab.models.decoder import Decoder
+from cglab.models.fields import Fields, read_json
 from cglab.models.layout import draft_layout
 from cglab.models.loading import fill_randomly
 from cglab.models.sources import shipped_drafts
 
-DRAFT_PRESETS: Final[Mapping[str, AssistantConfig]] = MappingProxyType(
+DraftModel: TypeAlias = Assistant | BlockDraft
+DraftConfig: TypeAlias = AssistantConfig | BlockDraftConfig
+
+DRAFT_PRESETS: Final[Mapping[str, DraftConfig]] = MappingProxyType(
     {
         "gemma-31b-like-assistant": AssistantConfig(
             vocab_size=262144, backbone_size=5376, hidden_size=1024, intermediate_size=4096,
             layer_kinds=("sliding", "sliding", "sliding", "full"), num_heads=32, num_kv_heads=16, head_dim=256,
             own_head=True,
+        ),
+        "qwen3-8b-dflash": BlockDraftConfig(
+            vocab_size=151936, backbone_size=4096, intermediate_size=12288, num_layers=5, num_heads=32, num_kv_heads=8,
+            head_dim=128, block_size=8, mask_token_id=151669,  # the first row that is no token of the tokenizer
+            context_layers=spread(36, 5),
         ),
     }
 )  # fmt: skip
@@ -38,9 +53,20 @@ class LoadedDraft(NamedTuple):
         weights: where the weights come from.
     """
 
-    model: Assistant
-    config: AssistantConfig
+    model: DraftModel
+    config: DraftConfig
     weights: Literal["trained", "random"]
+
+    @property
+    def assistant(self) -> Assistant:
+        """The model, where only an assistant will do.
+
+        Raises:
+            ModelError: if it is a draft of the other kind.
+        """
+        if not isinstance(self.model, Assistant):
+            raise _not_an_assistant()
+        return self.model
 
 
 class DraftSource(NamedTuple):
@@ -51,8 +77,23 @@ class DraftSource(NamedTuple):
         folder: where its weights are; None for a shape with random weights.
     """
 
-    config: AssistantConfig
+    config: DraftConfig
     folder: Path | None
+
+    @property
+    def assistant(self) -> AssistantConfig:
+        """The shape, where only an assistant's will do.
+
+        Raises:
+            ModelError: if it is that of a draft of the other kind.
+        """
+        if not isinstance(self.config, AssistantConfig):
+            raise _not_an_assistant()
+        return self.config
+
+
+def _not_an_assistant() -> ModelError:
+    return ModelError(f"a {ASSISTANT} is needed and this draft is a {BLOCK_DRAFT}; open an assistant")
 
 
 def find_draft(name_or_folder: str | Path) -> DraftSource:
@@ -74,7 +115,26 @@ def find_draft(name_or_folder: str | Path) -> DraftSource:
             f"no draft {text!r}: it is no shipped draft ({', '.join(shipped) or 'none here'}), no shape with random "
             f"weights (random, {', '.join(DRAFT_PRESETS)}) and no local folder; give one of these"
         )
-    return DraftSource(AssistantConfig.from_folder(folder), folder)
+    return DraftSource(_config_of(folder), folder)
+
+
+def _config_of(folder: Path) -> DraftConfig:
+    """The shape in a folder, of the kind that its configuration names."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json: the folder of a draft is expected; check the path")
+    fields = Fields(read_json(path), path)
+    (found, *_) = fields.names("architectures") or ["missing"]
+    fields.require("architectures", found, [ASSISTANT, BLOCK_DRAFT])
+    kind = AssistantConfig if found == ASSISTANT else BlockDraftConfig
+    return kind.from_folder(folder)
+
+
+def _unfilled(config: DraftConfig, device: torch.device | str, dtype: torch.dtype) -> DraftModel:
+    """A model of this shape whose weights are uninitialised."""
+    if isinstance(config, AssistantConfig):
+        return Assistant(config, device=device, dtype=dtype)
+    return BlockDraft(config, device=device, dtype=dtype)
 
 
 def load_draft(source: str | Path | DraftSource, target: Decoder, *, seed: int = 0) -> LoadedDraft:
@@ -90,12 +150,14 @@ def load_draft(source: str | Path | DraftSource, target: Decoder, *, seed: int =
     """
     config, folder = source if isinstance(source, DraftSource) else find_draft(source)
     with torch.device("meta"):
-        empty = Assistant(config, device="meta", dtype=target.rotary.dtype)
+        empty = _unfilled(config, "meta", target.rotary.dtype)
     empty.bind(target)  # before a weight is allocated
     shards = [] if folder is None else shard_files(folder)
     if folder is not None:
-        check_draft_shards(shards, draft_layout(empty), ARCHITECTURE)
-    model = Assistant(config, device=target.rotary.device, dtype=target.rotary.dtype)
+        check_draft_shards(
+            shards, draft_layout(empty), ASSISTANT if isinstance(empty, Assistant) else BLOCK_DRAFT
+        )
+    model = _unfilled(config, target.rotary.device, target.rotary.dtype)
     model.eval().requires_grad_(requires_grad=False).bind(target)
     try:
         if folder is None:

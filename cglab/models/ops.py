@@ -18,6 +18,7 @@ import torch
 from cglab.errors import ToggleError
 from cglab.models.assistant import Assistant, AssistantConfig
 from cglab.models.attention import DecodeAttention
+from cglab.models.block_draft import BlockDraft
 from cglab.models.compiled import Compiled
 from cglab.models.compiled_assistant import CompiledAssistant
 from cglab.models.config import ModelConfig
@@ -76,14 +77,25 @@ def use_ops(name: str, model: Decoder, kv: PagedKV, kinds: Sequence[AttentionKin
     model.body = body
 
 
-def use_draft_ops(name: str, assistant: Assistant, kv: PagedKV) -> None:
-    """Sets the form in which a draft model computes over its target's cache; see ``use_ops``."""
+def use_draft_ops(name: str, draft: Assistant | BlockDraft, kv: PagedKV) -> None:
+    """Sets the form in which a draft model computes; see ``use_ops``.
+
+    Args:
+        name: a checked form.
+        draft: bound to its target.
+        kv: the cache that its layers read: the target's, or a block draft's own.
+    """
     if name == "portable":
-        assistant.body = Portable()
-        return
-    body = _compiled_draft(assistant.config, assistant.norm.weight.dtype, kv.device)
-    body.prepare(assistant, kv)
-    assistant.body = body
+        draft.body = Portable()
+    elif isinstance(draft, BlockDraft):
+        shape, place = draft.config, (draft.norm.weight.dtype, kv.device)
+        body = _compiled(shape.stack, *place)
+        body.prepare(draft, kv, [AttentionKind(shape.num_heads, shape.block_size, tree=True)])
+        draft.body = body
+    else:
+        asking = _compiled_draft(draft.config, draft.norm.weight.dtype, kv.device)
+        asking.prepare(draft, kv)
+        draft.body = asking
 
 
 @functools.cache

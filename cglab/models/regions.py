@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import rotate
+from cglab.models.rotary import rotate
 
 FEW_ROWS = 16
 """Up to how many rows a product has a kernel of its own."""

@@ -29,6 +29,7 @@ from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
 from cglab.models.decoder import Decoder
+from cglab.models.draft_cache import Feeder
 from cglab.models.kv import PagedKV
 from cglab.models.request_axis import RequestAxisAttention
 from cglab.models.spans import LiveSpans, PrefillAttention, Span, first_key
@@ -55,6 +56,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
             None for as many as the largest bucket has. Every layer gathers that many keys, used or not; one with a
             window no more than a window for each place on the axis.
         warmup_length: most tokens of each request of the example that a capture warms up with (B58).
+        feeder: of a block draft, whose cache is then filled in the same recording.
 
     Attributes:
         inputs: names of the slots that a caller fills.
@@ -78,6 +80,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         max_requests: int = 16,
         max_cached: int | None = None,
         warmup_length: int = WARMUP_LENGTH,
+        feeder: Feeder | None = None,
     ) -> None:
         self.max_cached = max(buckets) if max_cached is None else max_cached
         self.max_requests, self.warmup_length = max_requests, warmup_length
@@ -86,9 +89,10 @@ class PrefillRunner(Runner[Sequence[Span]]):
                 f"max_requests {max_requests} and warmup_length {warmup_length} must be at least 1, "
                 f"max_cached {max_cached} at least 0"
             )
-        self.model, self.kv, self.live = model, kv, LiveSpans()
+        self.model, self.kv, self.live, self.feeder = model, kv, LiveSpans(), feeder
         self.inputs = INPUTS + window_inputs(kv)
-        super().__init__(group, buckets, AddressContract({"model": model, **kv.watched()}), options)
+        fed = {} if feeder is None else feeder.watched(model, kv)
+        super().__init__(group, buckets, AddressContract({"model": model, **kv.watched(), **fed}), options)
 
     def slots(self) -> dict[str, Slot]:
         """Rows of int64, one element a token; and the request axis of a full recording, int32."""
@@ -117,7 +121,9 @@ class PrefillRunner(Runner[Sequence[Span]]):
             if axis
             else PrefillAttention(self.kv, live=self.live, **slots)
         )
-        hidden: Tensor = self.model(inputs["input_ids"], inputs["positions"], attention)
+        tokens = inputs["input_ids"], inputs["positions"], attention
+        feeder = self.feeder
+        hidden: Tensor = feeder.forward(*tokens, inputs["out_slots"]) if feeder else self.model(*tokens)
         return hidden
 
     @torch.no_grad()

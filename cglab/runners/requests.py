@@ -25,6 +25,7 @@ from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
 from cglab.models.assistant import Assistant
 from cglab.models.attention import DecodeStep, LiveRows
+from cglab.models.block_draft import BlockDraft
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.models.ops import DECODE_ATTENTION
@@ -32,7 +33,7 @@ from cglab.runners.base import GraphGroup, Runner, distinct_slots, window_inputs
 
 log = logging.getLogger("cglab.runners")
 
-Model = TypeVar("Model", Decoder, Assistant)
+Model = TypeVar("Model", Decoder, Assistant, BlockDraft)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from cglab.errors import InputError
 from cglab.graphs.options import Options
 from cglab.models import draft_tree
 from cglab.models.decoder import Decoder
+from cglab.models.draft_cache import Feeder
 from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup
 from cglab.runners.requests import Input, RequestRunner, whole
@@ -66,6 +67,10 @@ class VerifyRunner(RequestRunner[Decoder]):
         topk: branches of a draft at each step; 1 for a chain.
         steps: of a draft.
         hidden: whether hidden states are handed out; a draft that does without them saves their copy.
+        feeder: of a block draft, whose cache is then filled in the same recording.
+
+    Raises:
+        InputError: for a feeder and branches: its cache is not moved to an accepted path.
     """
 
     technique, title = "verify", "target verify"
@@ -82,9 +87,13 @@ class VerifyRunner(RequestRunner[Decoder]):
         topk: int = 1,
         steps: int,
         hidden: bool = True,
+        feeder: Feeder | None = None,
     ) -> None:
-        self.topk, self.parents, self.hidden = topk, (steps - 1) * topk + 1, hidden
-        super().__init__(model, kv, group, buckets, options, {"model": model}, width=width)
+        if feeder is not None and topk > 1:
+            raise InputError(f"a block draft is a chain and topk is {topk}; give topk=1 with a feeder")
+        self.topk, self.parents, self.hidden, self.feeder = topk, (steps - 1) * topk + 1, hidden, feeder
+        fed = {} if feeder is None else feeder.watched(model, kv)
+        super().__init__(model, kv, group, buckets, options, {"model": model, **fed}, width=width)
 
     def declare(self) -> dict[str, Input]:
         """The tokens of each request and their places; and its tree, unless that is a chain."""
@@ -109,6 +118,8 @@ class VerifyRunner(RequestRunner[Decoder]):
             tree = draft_tree.ancestors(inputs["parent_list"], inputs["top_scores_index"], self.topk)
             depth = tree.sum(-1) - 1
         positions = (inputs["seq_lens"].unsqueeze(1) - width + depth).flatten()
-        hidden = self.model(inputs["input_ids"], positions, self.attend(inputs, width=width, tree=tree))
+        tokens = inputs["input_ids"], positions, self.attend(inputs, width=width, tree=tree)
+        feeder = self.feeder
+        hidden = feeder.forward(*tokens, inputs["out_slots"]) if feeder else self.model(*tokens)
         logits = self.model.logits(hidden)
         return Verified(logits.argmax(-1), logits, hidden if self.hidden else None)

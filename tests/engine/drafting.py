@@ -1,10 +1,12 @@
-"""Engines that speculate, on a small target and assistant; and a draft that knows what will be said."""
+"""Engines that speculate, on a small target and draft of either kind; and a draft that knows what will be said."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from cglab.engine.batches import SchedulerOptions
+from cglab.engine.drafters import AssistantDrafter, BlockDrafter
 from cglab.engine.engine import Engine
 from cglab.engine.speculator import Speculator
 from cglab.graphs.coverage import Coverage
@@ -14,10 +16,57 @@ from cglab.lab.phases import LabPhases
 from cglab.lab.techniques import Captures
 from cglab.models import draft_tree
 from cglab.models.assistant import Assistant, AssistantConfig
+from cglab.models.draft_cache import Feeder, draft_cache
 from cglab.models.kv import PagedKV
 from cglab.models.loading import fill_randomly, random_model
+from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.base import GraphGroup
+from cglab.runners.block_draft import BlockDraftRunner
+from cglab.runners.draft_sampler import DraftSampler
+from cglab.runners.prefill import PrefillRunner
+from cglab.runners.verify import VerifyRunner
+from tests.runners.blocks import BLOCK, block_draft
 from tests.runners.conftest import CONFIG, WINDOWED
+
+SAMPLERS = {"sampler inside": True, "sampler outside": False}
+"""What stands in the place of an assistant's seed step for a block draft."""
+
+
+class BlockPhases(LabPhases):
+    """A lab's runners with a block draft as long as the speculation, whose cache holds NaN where nothing was written."""
+
+    def open_draft(self, speculation, *, in_graph):
+        self.speculation, self.in_graph, vocabulary = speculation, in_graph, self.model.config.vocab_size
+        config = replace(
+            BLOCK, vocab_size=vocabulary, mask_token_id=vocabulary - 1, block_size=speculation.width
+        )
+        self.draft = block_draft(self.model, config)
+        self.feeder = Feeder(self.draft, draft_cache(config.stack, self.kv, dtype=torch.float32))
+        for cache in self.feeder.kv.caches().values():
+            cache[:, self.kv.page_size :] = float("nan")
+
+    def prefill(self, mode=None):
+        mode = self._mode("prefill", mode)
+        make = partial(
+            PrefillRunner, self.model, self.kv, self.group, self.prefill_buckets, feeder=self.feeder
+        )
+        return self._runner("prefill", mode, make, replace(self._options(mode), lazy=True))
+
+    def verify(self):
+        size, mode = self.speculation, self._mode("verify", None)
+        make = partial(
+            VerifyRunner, self.model, self.kv, self.group, self.buckets, width=size.width, steps=size.steps,
+            hidden=False, feeder=self.feeder,
+        )  # fmt: skip
+        return self._runner("verify", mode, make, self._options(mode))
+
+    def block_draft(self):
+        mode = self._mode("draft_loop", None)
+        sampler = DraftSampler(self.model, self.speculation.width, in_graph=self.in_graph)
+        make = partial(
+            BlockDraftRunner, self.draft, self.feeder.kv, self.group, self.buckets, sampler=sampler
+        )
+        return self._runner("block_draft", mode, make, self._options(mode))
 
 
 class Prophet:
@@ -43,10 +92,12 @@ class Prophet:
     def run(self, live, request_rows, seq_lens, **start):
         running = {request.row: request for request in self.engine.scheduler.running}
         requests = [running[row] for row in request_rows.tolist()]
-        assert [request.computed for request in requests] == seq_lens.tolist()
-        if "input_ids" in start:  # what the seed step is given
+        ahead = self.speculation.width if "out_slots" in start else 0  # of a block
+        assert [request.computed + ahead for request in requests] == seq_lens.tolist()
+        if "input_ids" in start:  # what the seed step or a block is given
             assert [request.tokens[-1] for request in requests] == start["input_ids"].tolist()
-            assert torch.equal(start["hidden"], self.engine.speculator.hidden[request_rows])
+        if "input_ids" in start and "hidden" in start:
+            assert torch.equal(start["hidden"], self.engine.speculator.drafter.hidden[request_rows])
         levels, k = [], self.speculation.topk
         for step in range(self.speculation.steps):
             rows = torch.tensor([self._candidates(request, step) for request in requests])
@@ -58,6 +109,11 @@ class Prophet:
                 levels.append(draft_tree.next_candidates(levels[-1], odds, rows.repeat_interleave(k, 0)))
         draft = draft_tree.organize(levels, self.speculation.lookahead)
         return draft_tree.Draft(*(part.to(request_rows.device) for part in draft))
+
+    @staticmethod
+    def tokens(draft):
+        """Of a block."""
+        return draft.draft_tokens
 
     def _candidates(self, request, step):
         """k different tokens, the true one among them if so decided."""
@@ -73,11 +129,11 @@ class Prophet:
 
 
 class Foretold:
-    """A lab's runners with a ``Prophet`` for a loop.
+    """A lab's runners with a ``Prophet`` for a loop or a block draft.
 
     Args:
         phases: of the lab.
-        prophet: the loop.
+        prophet: what drafts.
     """
 
     def __init__(self, phases, prophet):
@@ -85,6 +141,8 @@ class Foretold:
 
     def draft_loop(self):
         return self.prophet
+
+    block_draft = draft_loop
 
 
 def assistant_of(target):
@@ -136,23 +194,36 @@ class Bench:
     def __init__(self, device, *, buckets=(1, 2, 4, 8), **sizes):
         self.device, self.buckets, self.sizes, self.made = device, buckets, sizes, []
 
-    def engine(self, speculation=None, *, backend="eager", seed="eager", draft=None, budget=16, **policy):
-        """An engine on a cache of its own; ``draft`` is the outputs and the column of a ``Prophet``."""
+    def engine(
+        self, speculation=None, *, backend="eager", seed="eager", draft=None, budget=16, timed=True, **policy
+    ):
+        """An engine on a cache of its own.
+
+        ``seed`` is that of an assistant or, for a block draft, where its sampler is; ``timed`` whether that is timed;
+        ``draft`` is the outputs and the column of a ``Prophet``.
+        """
         models, group, captures = Models(self.device, **self.sizes), GraphGroup(self.device), Captures()
         captures.decode = captures.prefill = "eager"
         captures.verify = captures.draft_loop = backend
-        captures.seed_step = seed
-        phases = LabPhases(
+        captures.seed_step = "eager" if seed in SAMPLERS else seed
+        assisted = speculation and seed not in SAMPLERS
+        phases = (BlockPhases if seed in SAMPLERS else LabPhases)(
             models.target, models.kv, group, captures, buckets=self.buckets, prefill_buckets=(16,),
-            options=Options(strict=True), drafting=speculation and Drafting(models.assistant, speculation),
+            options=Options(strict=True), drafting=Drafting(models.assistant, speculation) if assisted else None,
         )  # fmt: skip
         self.made += [phases, group]
         options = SchedulerOptions(budget, **policy)
         if not speculation:
             return Engine(models.target, models.kv, phases, options)
         runners = Foretold(phases, Prophet(speculation, *draft)) if draft else phases
-        speculator = Speculator(models.target, models.assistant, models.kv, runners, speculation)
-        speculator.hidden.fill_(float("nan"))  # a state that was not written is told
+        if assisted:
+            drafter = AssistantDrafter(models.assistant, models.kv, runners, speculation)
+            drafter.hidden.fill_(float("nan"))  # a state that was not written is told
+        else:
+            captures.prefill = "eager" if backend == "eager" else "breakable"
+            phases.open_draft(speculation, in_graph=SAMPLERS[seed])
+            drafter = BlockDrafter(phases.draft, runners, speculation, sampler_timed=timed)
+        speculator = Speculator(models.target, drafter, models.kv, runners, speculation)
         engine = Engine(models.target, models.kv, phases, options, speculator)
         if draft:
             runners.prophet.engine = engine
@@ -161,3 +232,37 @@ class Bench:
     def close(self):
         for each in self.made:
             each.close()
+
+
+@torch.no_grad()
+def check_state(engine):
+    """Every request that decodes has the keys and values that it has alone; and the hidden state, or the draft's."""
+    model, kv, drafter = engine.model, engine.kv, engine.speculator.drafter
+    feeder = getattr(engine.phases, "feeder", None)
+    for request in engine.scheduler.running:
+        if not request.decoding:
+            continue
+        count = request.computed
+        windows = 17 if kv.sliding is not None else None
+        apart = PagedKV(
+            model.config, pages=17, page_size=4, rows=2, max_context=64, device=kv.device, dtype=torch.float32,
+            window_pages=windows,
+        )  # fmt: skip
+        where = torch.arange(count, device=kv.device)
+        slots = {"out_slots": where + 4} | ({"window_out_slots": where + 4} if windows else {})
+        attention = PrefillAttention(apart, live=LiveSpans([Span(1, 0, count)]), **slots)
+        tokens = torch.tensor(request.tokens[:count], device=kv.device), where, attention
+        pools = [*zip(kv.pools, apart.pools, (request.slot, request.window_slot), strict=False)]
+        if feeder:
+            alone = Feeder(feeder.draft, draft_cache(feeder.draft.config.stack, apart, dtype=torch.float32))
+            alone.forward(*tokens, where + 4)
+            pools.append((feeder.kv.full, alone.kv.full, request.slot))
+        else:
+            state = drafter.hidden[request.row]
+            torch.testing.assert_close(state, model(*tokens)[-1], atol=1e-4, rtol=1e-4)
+        for pool, other, slot in pools:
+            seen = [place for place in range(count) if slot(place, 4) >= 4]
+            mine = torch.tensor([slot(place, 4) for place in seen], device=kv.device)
+            for ours, theirs in ((pool.keys, other.keys), (pool.values, other.values)):
+                wanted = theirs[:, torch.tensor(seen, device=kv.device) + 4]
+                torch.testing.assert_close(ours[:, mine], wanted, atol=1e-4, rtol=1e-4)

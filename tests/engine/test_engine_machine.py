@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from cglab.engine.batches import SchedulerOptions
+from cglab.engine.drafters import AssistantDrafter, BlockDrafter
 from cglab.engine.engine import Engine
 from cglab.engine.requests import GREEDY, Request, Sampling
 from cglab.engine.speculation import Speculation
@@ -33,7 +34,7 @@ from cglab.models.loading import random_model
 from cglab.models.sampling import sample
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.base import GraphGroup
-from tests.engine.drafting import Foretold, Prophet, assistant_of
+from tests.engine.drafting import BlockPhases, Foretold, Prophet, assistant_of, check_state
 
 VOCABULARY, PAGE, ROOM, LARGEST_BUDGET = 53, 4, 32, 16
 SHAPE = {
@@ -42,12 +43,13 @@ SHAPE = {
 }  # fmt: skip
 WINDOW = {"sliding_window": 6, "window_layers": (1,)}
 MODES = [
-    ("full", "breakable", {}, None),
-    ("breakable", "full", {}, None),
-    ("full", "full", {}, None),
-    ("full", "breakable", WINDOW, None),
-    ("full", "breakable", WINDOW, Speculation(3)),
-    ("full", "breakable", {}, Speculation(2, 2)),
+    ("full", "breakable", {}, None, LabPhases),
+    ("breakable", "full", {}, None, LabPhases),
+    ("full", "full", {}, None, LabPhases),
+    ("full", "breakable", WINDOW, None, LabPhases),
+    ("full", "breakable", WINDOW, Speculation(3), LabPhases),
+    ("full", "breakable", {}, Speculation(2, 2), LabPhases),
+    ("full", "breakable", {}, Speculation(3), BlockPhases),
 ]
 SEQUENCES = 200
 TIE = 1e-4
@@ -66,7 +68,7 @@ SAMPLINGS = st.builds(Sampling, st.sampled_from([0.0, 0.7, 1.3]), st.integers(0,
 class World:
     """What all sequences of one mode share: a model, a cache of 32 tokens beyond one request, and the recordings."""
 
-    def __init__(self, device, decode, prefill, window, speculation):
+    def __init__(self, device, decode, prefill, window, speculation, kind):
         self.config, self.device = ModelConfig("Qwen3ForCausalLM", **SHAPE, **window), device
         self.model = random_model(self.config, device=device, dtype=torch.float32, seed=3)
         self.kv, self.apart = self.cache(rows=6), self.cache(rows=2)
@@ -76,10 +78,14 @@ class World:
         captures.decode, captures.prefill = decode, prefill
         self.speculation, self.assistant = speculation, assistant_of(self.model)
         self.room = ROOM - (speculation.lookahead if speculation else 0)
-        self.phases = LabPhases(
+        self.blocks = kind is BlockPhases
+        assisted = speculation and not self.blocks
+        self.phases = kind(
             self.model, self.kv, self.group, captures, buckets=(1, 2, 4, 8), prefill_buckets=(4, 8, 16),
-            options=Options(strict=True), drafting=speculation and Drafting(self.assistant, speculation),
+            options=Options(strict=True), drafting=Drafting(self.assistant, speculation) if assisted else None,
         )  # fmt: skip
+        if self.blocks:
+            self.phases.open_draft(speculation, in_graph=True)
 
     def engine(self, options):
         """A fresh one; with a tree its drafts are often right, with a chain the assistant's own."""
@@ -87,7 +93,11 @@ class World:
             return Engine(self.model, self.kv, self.phases, options)
         guide = Guide(self) if self.speculation.topk > 1 else None
         runners = Foretold(self.phases, guide) if guide else self.phases
-        speculator = Speculator(self.model, self.assistant, self.kv, runners, self.speculation)
+        if self.blocks:
+            drafter = BlockDrafter(self.phases.draft, runners, self.speculation)
+        else:
+            drafter = AssistantDrafter(self.assistant, self.kv, runners, self.speculation)
+        speculator = Speculator(self.model, drafter, self.kv, runners, self.speculation)
         engine = Engine(self.model, self.kv, self.phases, options, speculator)
         if guide:
             guide.engine = engine
@@ -222,6 +232,8 @@ class EngineMachine(RuleBasedStateMachine):
             events = self.engine.step()
         self.events += events
         self.engine.scheduler.check_invariants()
+        if self.world.blocks:
+            check_state(self.engine)
         # A request yields a second token in a prefill step only where it rides along.
         ridden = (
             steps

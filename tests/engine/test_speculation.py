@@ -3,13 +3,15 @@
 import pytest
 import torch
 
+from cglab.engine.draft_workload import steady_draft, steady_speculation
+from cglab.engine.drafters import AssistantDrafter, BlockDrafter
 from cglab.engine.requests import Request, Sampling
 from cglab.engine.speculation import Speculation
 from cglab.engine.speculator import Speculator
 from cglab.errors import InputError, ModelError
-from cglab.models.kv import PagedKV
-from cglab.models.spans import LiveSpans, PrefillAttention, Span
-from tests.engine.drafting import Bench, Models
+from cglab.runners.draft_sampler import DraftSampler
+from tests.engine.drafting import SAMPLERS, Bench, Models, check_state
+from tests.runners.blocks import block_draft
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12, 13] * 6]
 LIMITS = [9, 20, 12, 30]
@@ -21,6 +23,16 @@ ARMS = [
     ("full", "eager", False),
     ("breakable", "graph", True),
 ]
+BLOCK_ARMS = [
+    ("eager", "sampler inside", False),
+    ("full", "sampler inside", True),
+    ("full", "sampler outside", False),
+    ("breakable", "sampler inside", False),
+    ("breakable", "sampler outside", True),
+]
+CASES = [(speculation, *arm) for speculation in (Speculation(3, 1), Speculation(3, 3), Speculation(1, 1))
+         for arm in ARMS + BLOCK_ARMS * (speculation.topk == 1)]  # fmt: skip
+drafters = pytest.mark.parametrize("seed", ["graph", "sampler inside"], ids=["assistant", "block"])
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -74,34 +86,6 @@ def scattered(request, place):
     return (0, 1, 0, None, 1)[(place * place + request.index) % 5]
 
 
-@torch.no_grad()
-def check_state(engine):
-    """Every request that decodes has the keys, values and hidden state that it has alone."""
-    model, kv, hidden = engine.model, engine.kv, engine.speculator.hidden
-    for request in engine.scheduler.running:
-        if not request.decoding:
-            continue
-        count = request.computed
-        windows = 17 if kv.sliding is not None else None
-        apart = PagedKV(
-            model.config, pages=17, page_size=4, rows=2, max_context=64, device=kv.device, dtype=torch.float32,
-            window_pages=windows,
-        )  # fmt: skip
-        where = torch.arange(count, device=kv.device)
-        slots = {"out_slots": where + 4} | ({"window_out_slots": where + 4} if windows else {})
-        attention = PrefillAttention(apart, live=LiveSpans([Span(1, 0, count)]), **slots)
-        alone = model(torch.tensor(request.tokens[:count], device=kv.device), where, attention)
-        torch.testing.assert_close(hidden[request.row], alone[-1], atol=1e-4, rtol=1e-4)
-        for pool, other, slot in zip(
-            kv.pools, apart.pools, (request.slot, request.window_slot)[: len(kv.pools)], strict=True
-        ):
-            seen = [place for place in range(count) if slot(place, 4) >= 4]
-            mine = torch.tensor([slot(place, 4) for place in seen], device=kv.device)
-            for ours, theirs in ((pool.keys, other.keys), (pool.values, other.values)):
-                wanted = theirs[:, torch.tensor(seen, device=kv.device) + 4]
-                torch.testing.assert_close(ours[:, mine], wanted, atol=1e-4, rtol=1e-4)
-
-
 def run(engine, prompts, limits, **options):
     """All requests to their end, with the state checked after every step."""
     requests = [
@@ -116,15 +100,19 @@ def run(engine, prompts, limits, **options):
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize(("backend", "seed", "windowed"), ARMS)
-@pytest.mark.parametrize("speculation", [Speculation(3, 1), Speculation(3, 3), Speculation(1, 1)], ids=str)
-def test_an_assistant_changes_no_token_captured_or_not(bench, plain, speculation, backend, seed, windowed):
+@pytest.mark.parametrize(("speculation", "backend", "seed", "windowed"), CASES, ids=str)
+def test_no_draft_changes_a_token_captured_or_not(bench, plain, speculation, backend, seed, windowed):
     engine = bench(windowed=windowed, buckets=(2, 4)).engine(speculation, backend=backend, seed=seed)
     result = engine.generate(PROMPTS, LIMITS)
     assert result.tokens == plain[windowed]
     assert result.coverage.steps == 0, "nothing is decoded without a draft"
     steps = len(result.timings.steps)
-    assert set(result.speculation) == {"verify", "draft_loop"} | ({"seed_step"} if seed != "fused" else set())
+    names = (
+        {"block_draft"}
+        if seed in SAMPLERS
+        else {"draft_loop", "seed_step"} - ({"seed_step"} if seed == "fused" else set())
+    )
+    assert set(result.speculation) == {"verify"} | names
     for name, coverage in result.speculation.items():
         eager = backend == "eager" or (name == "seed_step" and seed == "eager")
         assert (coverage.steps, coverage.captured) == (steps, 0 if eager else steps)
@@ -135,17 +123,20 @@ def test_an_assistant_changes_no_token_captured_or_not(bench, plain, speculation
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("column", [always, never, last, scattered])
 @pytest.mark.parametrize("speculation", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", ["fused", "sampler inside"], ids=["assistant", "block"])
 def test_any_draft_gives_the_tokens_and_the_state_of_plain_decoding(
-    bench, plain, speculation, column, windowed
+    bench, plain, speculation, column, windowed, seed
 ):
     if speculation.topk == 1 and column is last:
         pytest.skip("a chain has one branch")
+    if speculation.topk > 1 and seed in SAMPLERS:
+        pytest.skip("a block is a chain")
 
     def place(request, position):
         wanted = column(request, position)
         return wanted if wanted is None else min(wanted, speculation.topk - 1)
 
-    engine = bench(windowed=windowed).engine(speculation, draft=(plain[windowed], place), seed="fused")
+    engine = bench(windowed=windowed).engine(speculation, draft=(plain[windowed], place), seed=seed)
     assert run(engine, PROMPTS, LIMITS) == plain[windowed]
     accepted = engine.speculator.accepted
     if column is never:
@@ -175,8 +166,12 @@ def test_b72_a_shrinking_batch_equals_plain_decoding_at_every_size(bench):
     limits = [3 + 4 * (i % 8) + i // 16 for i in range(32)]
     sizes = {"rows": 33, "pages": 33 * 12}
     wanted = bench(**sizes).engine(budget=64).generate(prompts, limits)
-    for speculation, buckets in ((Speculation(3), (1, 2, 4, 8)), (Speculation(2, 3), (1, 2, 4, 8, 16, 32))):
-        engine = bench(**sizes, buckets=buckets).engine(speculation, backend="full", seed="graph", budget=64)
+    for speculation, buckets, seed in (
+        (Speculation(3), (1, 2, 4, 8), "graph"),
+        (Speculation(2, 3), (1, 2, 4, 8, 16, 32), "graph"),
+        (Speculation(3), (1, 2, 4, 8), "sampler inside"),
+    ):
+        engine = bench(**sizes, buckets=buckets).engine(speculation, backend="full", seed=seed, budget=64)
         got = engine.generate(prompts, limits)
         assert got.tokens == wanted.tokens
         batches = got.timings.step_batches
@@ -184,12 +179,16 @@ def test_b72_a_shrinking_batch_equals_plain_decoding_at_every_size(bench):
         for coverage in got.speculation.values():
             above = sum(size > max(buckets) for size in batches)
             assert coverage.reasons == ({"ABOVE_LARGEST": above} if above else {})
-            assert not coverage.unused(buckets[1:])
+            assert len(coverage.unused(buckets[1:])) <= (seed in SAMPLERS), "another draft, other sizes"
 
 
 def test_b77_a_schedule_of_3_2_1_0_drafts_is_plain_decoding(bench, plain):
-    for speculation in (Speculation(3), Speculation(3, 3)):
-        engine = bench().engine(speculation, draft=(plain[False], always))
+    for speculation, seed in (
+        (Speculation(3), "graph"),
+        (Speculation(3, 3), "graph"),
+        (Speculation(3), "sampler inside"),
+    ):
+        engine = bench().engine(speculation, draft=(plain[False], always), seed=seed)
         speculator, seen = engine.speculator, []
         speculator.draft_count = 3
         requests = [Request(i, list(p), n) for i, (p, n) in enumerate(zip(PROMPTS, LIMITS, strict=True))]
@@ -209,18 +208,21 @@ def test_b77_a_schedule_of_3_2_1_0_drafts_is_plain_decoding(bench, plain):
         assert {length for _, passes, _ in seen for length in passes} >= {1, 2, 3, 4}
 
 
-def test_b77_without_a_draft_the_assistant_is_not_asked(bench, plain):
-    engine = bench().engine(Speculation(3))
+@drafters
+def test_b77_without_a_draft_no_draft_model_is_asked(bench, plain, seed):
+    engine = bench().engine(Speculation(3), seed=seed)
     engine.speculator.draft_count = 0
     result = engine.generate(PROMPTS, LIMITS)
     assert result.tokens == plain[False]
-    assert result.speculation["draft_loop"].steps == result.speculation["seed_step"].steps == 0
-    assert result.speculation["verify"].steps == 29 and set(result.accepted.passes) == {1}
+    verify = result.speculation.pop("verify")
+    assert result.speculation and not any(coverage.steps for coverage in result.speculation.values())
+    assert verify.steps == 29 and set(result.accepted.passes) == {1}
     assert result.accepted.proposed == 0 and result.accepted.accept_rate is None
 
 
-def test_b71_b75_uneven_drafts_are_filled_up_with_placeholders_in_one_captured_step(bench, plain):
-    engine = bench().engine(Speculation(3), draft=(plain[False], always), backend="full")
+@drafters
+def test_b71_b75_uneven_drafts_are_filled_up_with_placeholders_in_one_captured_step(bench, plain, seed):
+    engine = bench().engine(Speculation(3), draft=(plain[False], always), backend="full", seed=seed)
     requests = [Request(i, list(PROMPTS[i]), 9, drafts=drafts) for i, drafts in enumerate((3, 1, 2, 0))]
     for request in requests:
         engine.submit(request)
@@ -252,12 +254,15 @@ def test_b78_only_live_rows_are_accepted(bench, plain):
     assert result.tokens == [tokens[:8] for tokens in plain[False][:3]]
     assert result.speculation["verify"].padding == {"4": pytest.approx(1 / 4, abs=0.2)}
     assert result.accepted.passes.total() == sum(result.timings.step_batches)
-    assert torch.isnan(engine.speculator.hidden[0]).all(), "the reserved row"
+    assert torch.isnan(engine.speculator.drafter.hidden[0]).all(), "the reserved row"
 
 
 @pytest.mark.parametrize("pinned", [1.0, 2.5, 3.13, 4.0])
-def test_p69_pinned_acceptance_forces_the_commit_length_and_everything_that_follows_from_it(bench, pinned):
-    engine = bench(rows=5).engine(Speculation(3, pinned=pinned))
+@drafters
+def test_p69_pinned_acceptance_forces_the_commit_length_and_everything_that_follows_from_it(
+    bench, pinned, seed
+):
+    engine = bench(rows=5).engine(Speculation(3, pinned=pinned), seed=seed)
     requests = [Request(i, list(prompt), 40) for i, prompt in enumerate(PROMPTS[:3])]
     for request in requests:
         engine.submit(request)
@@ -307,24 +312,30 @@ def test_stop_tokens_and_limits_cut_an_accepted_run(bench, plain):
     assert committed > sum(len(tokens) - 1 for tokens in result.tokens), "passes are counted before the cut"
 
 
-def test_a_second_turn_finds_what_was_accepted_in_the_first(bench, plain):
+@pytest.mark.parametrize(("speculation", "seed", "column"), [(Speculation(3, 3), "graph", scattered),
+                                                            (Speculation(3), "sampler inside", always)])  # fmt: skip
+def test_a_second_turn_finds_what_was_accepted_in_the_first(bench, plain, speculation, seed, column):
     one = bench()
-    engine = one.engine(Speculation(3, 3), draft=(plain[False], scattered))
+    engine = one.engine(speculation, draft=(plain[False], column), seed=seed)
     engine.generate(PROMPTS, LIMITS)
     turn = [*PROMPTS[3], *plain[False][3], 5, 6]
     wanted = bench().engine().generate([turn], 4).tokens
     again = engine.scheduler.memory.pages.match(turn[:-1])
     assert len(again) == (len(turn) - 3) // 4
     engine.speculator.phases.prophet.outputs = wanted
-    result = engine.generate([turn], 4)
-    assert result.tokens == wanted and result.timings.prefill_tokens == [len(turn) - 4 * len(again)]
+    request = Request(0, turn, 4)
+    for event in engine.stream([request]):
+        if event.finish is None:
+            check_state(engine)  # the pages that were found are the draft's as well
+    assert [request.output] == wanted and request.reused == 4 * len(again)
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-@pytest.mark.parametrize("speculation", [Speculation(3), Speculation(4, 3)], ids=str)
-def test_a_request_may_fill_the_room_and_not_one_token_more(bench, speculation, windowed):
+@pytest.mark.parametrize(("speculation", "seed"), [(Speculation(3), "graph"), (Speculation(4, 3), "graph"),
+                                                   (Speculation(7), "sampler inside")], ids=str)  # fmt: skip
+def test_a_request_may_fill_the_room_and_not_one_token_more(bench, speculation, seed, windowed):
     """The last drafts reach the end of the page table and of the rotary table, which has 64 rows."""
-    engine = bench(windowed=windowed).engine(speculation, backend="full")
+    engine = bench(windowed=windowed).engine(speculation, backend="full", seed=seed)
     room = 64 - speculation.lookahead
     prompts = [[1, 2, 3]]
     with pytest.raises(
@@ -341,9 +352,10 @@ def test_requests_that_gave_way_or_rode_along_end_with_the_same_tokens(bench, mi
     prompts = [[i + 1, 7, 9] for i in range(6)] + [[3] * 17]
     limits = [14] * 7
     wanted = bench(windowed=windowed).engine().generate(prompts, limits).tokens
-    for speculation, column in ((Speculation(3), always), (Speculation(2, 3), scattered)):
+    for speculation, column, seed in ((Speculation(3), always, "graph"), (Speculation(2, 3), scattered, "graph"),
+                                      (Speculation(3), always, "sampler inside")):  # fmt: skip
         engine = bench(windowed=windowed, pages=17, rows=6).engine(
-            speculation, draft=(wanted, column), mixed=mixed, budget=8
+            speculation, draft=(wanted, column), mixed=mixed, budget=8, seed=seed
         )
         requests = [Request(i, list(p), n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
         for request in requests:
@@ -394,8 +406,9 @@ def test_a_cancelled_request_and_a_failed_step_leave_the_others_right(bench, pla
     assert engine.scheduler.idle
 
 
-def test_only_greedy_requests_are_taken(bench):
-    engine = bench().engine(Speculation(3))
+@drafters
+def test_p66_only_greedy_requests_are_taken_so_a_sampler_has_no_parameters_to_be_staged(bench, seed):
+    engine = bench().engine(Speculation(3), seed=seed)
     with pytest.raises(
         InputError, match=r"prompt 0 is sampled at temperature 0.7, and drafts are accepted greedily"
     ):
@@ -411,12 +424,24 @@ def test_a_number_of_drafts_that_makes_no_sense_is_refused(bench, drafts):
 
 def test_a_draft_for_another_target_is_refused(device):
     one, other = Models(device), Models(device)
+    drafter = AssistantDrafter(other.assistant, other.kv, None, Speculation(3))
     with pytest.raises(ModelError, match="bound to another target"):
-        Speculator(one.target, other.assistant, one.kv, None, Speculation(3))
+        Speculator(one.target, drafter, one.kv, None, Speculation(3))
+
+
+@pytest.mark.parametrize(
+    "speculation", [Speculation(2), Speculation(4), Speculation(3, 2, tokens=4)], ids=str
+)
+def test_a_speculation_that_is_no_block_is_refused(device, speculation):
+    draft = block_draft(Models(device).target)
+    with pytest.raises(InputError, match=r"blocks of 4 are no draft.*give Speculation\(steps=3\)"):
+        BlockDrafter(draft, None, speculation)
 
 
 @pytest.mark.parametrize(("seed", "kinds"), [("graph", ["seed_step", "draft_loop", "verify"]),
-                                             ("fused", ["draft_loop", "verify"])])  # fmt: skip
+                                             ("fused", ["draft_loop", "verify"]),
+                                             ("sampler inside", ["block_draft", "verify"]),
+                                             ("sampler outside", ["block_draft", "verify"])])  # fmt: skip
 def test_every_forward_is_a_segment_of_its_own_kind(bench, seed, kinds):
     engine = bench().engine(Speculation(3), seed=seed)
     engine.generate([[1, 2]], 3)
@@ -425,9 +450,55 @@ def test_every_forward_is_a_segment_of_its_own_kind(bench, seed, kinds):
     assert len(found) == 1 + 2 * len(kinds)
 
 
-@pytest.mark.parametrize("speculation", [Speculation(3), Speculation(3, 3)], ids=str)
-def test_a_step_reads_the_device_once(bench, monkeypatch, speculation):
-    engine = bench().engine(speculation)
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize(("backend", "seed"), [arm[:2] for arm in BLOCK_ARMS])
+def test_p83_a_sampler_outside_of_the_graph_is_timed_as_forward_or_shows_as_idle(
+    bench, monkeypatch, backend, seed, timed
+):
+    """Whether a segment is open while the sampler runs: in a graph it always is; no segments nest."""
+    engine = bench().engine(Speculation(3), backend=backend, seed=seed, timed=timed)
+    engine.generate([[1, 2]], 5)
+    runner, open_then = engine.speculator.drafter.runners["block_draft"], []
+    sample = DraftSampler.__call__
+    watched = lambda self, hidden: open_then.append(engine.segments._open) or sample(self, hidden)  # noqa: E731
+    monkeypatch.setattr(DraftSampler, "__call__", watched)
+    engine.segments.drain()
+    steps = len(engine.generate([[1, 2]], 5).timings.steps)
+    found = [segment.kind for segment in engine.segments.drain()]
+    assert found == ["prefill"] + ["block_draft", "verify"] * steps
+    inside = runner.sampler.why_eager is None
+    if inside and backend != "eager":
+        assert open_then == [] and runner.sampling().eager == 0, "replayed"
+    else:
+        assert open_then == [inside or timed] * steps and runner.sampling().captured == 0
+
+
+@pytest.mark.parametrize(("seed", "phases"), [("graph", ["seed_step", "draft_loop", "verify"]),
+                                              ("fused", ["draft_loop", "verify"]),
+                                              ("sampler inside", ["block_draft", "verify"]),
+                                              ("sampler outside", ["block_draft", "verify"])])  # fmt: skip
+def test_each_phase_of_a_step_can_be_held_and_repeated(bench, seed, phases):
+    engine = bench().engine(Speculation(3), backend="full", seed=seed)
+    runners = engine.speculator.runners
+    assert [*runners] == phases
+    for name in phases:
+        with steady_draft(engine, name, 2, 12) as step:
+            first, again = ([leaf.clone() for leaf in runners[name].run(step.live, **step.inputs) if leaf is not None]
+                            for _ in range(2))  # fmt: skip
+            assert all(map(torch.equal, first, again)) and first
+        assert runners[name].coverage().captured == 2 and runners[name].coverage().eager == 0
+    before = engine.speculator.accepted.copy()
+    with steady_speculation(engine, 2, 12) as step:
+        assert step() == step()
+    assert engine.speculator.accepted.passes == before.passes
+    assert engine.scheduler.memory.rows.free == engine.scheduler.memory.rows.total
+
+
+@pytest.mark.parametrize(("speculation", "seed"), [(Speculation(3), "graph"), (Speculation(3, 3), "graph"),
+                                                   (Speculation(3), "sampler inside"),
+                                                   (Speculation(3), "sampler outside")], ids=str)  # fmt: skip
+def test_a_step_reads_the_device_once(bench, monkeypatch, speculation, seed):
+    engine = bench().engine(speculation, seed=seed)
     engine.submit(Request(0, [1, 2], 9))
     engine.step()
     reads = []

@@ -176,7 +176,7 @@ def test_a_folder_opens_as_what_was_saved(folder):
     [
         (
             {"architectures": ["Qwen3ForCausalLM"]},
-            "architectures is Qwen3ForCausalLM; supported: FrozenKVAssistant",
+            "architectures is Qwen3ForCausalLM; supported: FrozenKVAssistant, BlockDraft",
         ),
         ({"layer_kinds": ["full", "sparse"]}, "layer_kinds is sparse; supported: full, sliding"),
         ({"layer_kinds": None}, "layer_kinds is missing, a list with full or sliding"),

@@ -8,10 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cglab.models.config import Llama3Scaling
-from cglab.models.decoder import Decoder, inverse_frequencies, rotary_table
+from cglab.models.decoder import Decoder
 from cglab.models.layout import checkpoint_layout
 from cglab.models.loading import load_model, random_model
 from cglab.models.presets import PRESETS
+from cglab.models.rotary import inverse_frequencies, rotary_table
 
 SMALL = {
     "vocab_size": 300,

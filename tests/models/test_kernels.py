@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
 
-from cglab.models.decoder import rotate
 from cglab.models.kernels.attention import paged_attention, parts_for
 from cglab.models.kernels.thin import thin_linear
 from cglab.models.kernels.turn import turn_and_store
+from cglab.models.rotary import rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

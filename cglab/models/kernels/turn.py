@@ -57,7 +57,7 @@ def turn_and_store(
 
     Args:
         qkv: [T, heads + 2 * kv_heads, head_dim], contiguous.
-        turn: [T, 2, head_dim], rows of ``decoder.rotary_table``.
+        turn: [T, 2, head_dim], rows of ``rotary.rotary_table``.
         norm: [heads + kv_heads, head_dim], or None for a model without.
         eps: of the norm.
         keys: [slots, kv_heads, head_dim] of one layer's cache, written.
