@@ -8,8 +8,8 @@ page tables, the width, and the input slots. Nothing of a batch is read on the h
 width long, at the reserved row 0, and store to the reserved slot 0.
 
 It cannot: serve another width, as that is another step (P4), or a batch above its largest bucket; each of these runs
-eager, with its reason. Which tokens are accepted is not its business, and what rejected ones stored is overwritten by
-the next step.
+eager, with its reason. A tree deeper than a sliding window is refused. Which tokens are accepted is not its business,
+and what rejected ones stored is overwritten by the next step.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ class VerifyRunner(RequestRunner[Decoder]):
         topk: branches of a draft at each step; 1 for a chain.
         steps: of a draft.
         hidden: whether hidden states are handed out; a draft that does without them saves their copy.
+
+    Raises:
+        InputError: for more branches than there are tokens, or a tree deeper than a sliding window.
     """
 
     technique, title = "verify", "target verify"
@@ -83,6 +86,9 @@ class VerifyRunner(RequestRunner[Decoder]):
         steps: int,
         hidden: bool = True,
     ) -> None:
+        draft_tree.check_branches(
+            steps, topk, vocabulary=model.config.vocab_size, window=model.config.sliding_window
+        )
         self.topk, self.parents, self.hidden = topk, (steps - 1) * topk + 1, hidden
         super().__init__(model, kv, group, buckets, options, {"model": model}, width=width)
 

@@ -179,6 +179,12 @@ def test_without_a_draft_the_toggles_exist_and_their_runners_say_what_is_missing
         ({"draft": "gemma-31b-like-assistant"}, errors.ModelError, "open its own target"),
         ({"speculation": cglab.Speculation()}, errors.InputError, "needs a draft model"),
         ({"draft": DRAFT, "speculation": 3}, errors.InputError, "give a Speculation"),
+        ({"draft": 3}, errors.ModelError, "named by a string or a path, not by 3"),
+        (
+            {"draft": DRAFT, "speculation": cglab.Speculation(1, 5000, 2)},
+            errors.InputError,
+            "topk 5000.*1 to 4096",
+        ),
     ],
 )
 def test_a_draft_that_does_not_fit_is_refused_before_anything_is_loaded(monkeypatch, options, error, told):
