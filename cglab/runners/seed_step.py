@@ -134,7 +134,7 @@ class DraftRunner(RequestRunner[Assistant]):
 class SeedRunner(DraftRunner):
     """The seed step in a graph of its own; see ``DraftRunner``."""
 
-    technique, title = "seed_step", "frozen-KV MTP seed"
+    technique, title = "seed_step", "Frozen-KV MTP seed"
 
     def declare(self) -> dict[str, Input]:
         """See ``seed``."""

@@ -96,7 +96,8 @@ def test_a_seed_capture_that_fails_leaves_the_step_eager_with_its_reason(monkeyp
 
 
 def test_the_log_says_what_is_captured_and_how_many_sizes_as_s0s_does(caplog):
-    with caplog.at_level(logging.INFO, "cglab.lab"), cglab.open("pico-gqa", draft=DRAFT, **SIZES) as lab:
+    with caplog.at_level(logging.INFO, "cglab"), cglab.open("pico-gqa", draft=DRAFT, **SIZES) as lab:
+        lab.phases.verify("eager")  # captures nothing, and says nothing
         lab.phases.for_decoding()
         lab.phases.for_decoding()
     assert caplog.messages == [
@@ -158,6 +159,11 @@ def test_a_whole_speculative_step_is_profiled_by_arm_of_the_seed_and_keeps_nothi
     assert lab.captures.seed_step == "graph" and lab.engine.idle
     assert lab.engine.speculator.accepted.as_dict() == noted
     assert len(traced.timeline().data) == 3
+
+
+def test_whole_steps_of_another_toggle_are_refused_and_not_left_out(lab):
+    with pytest.raises(errors.ToggleError, match="by arm of seed_step, not of verify"):
+        lab.profile("verify", ARMS["verify"], whole=True, batch=1, context=20, repeats=1)
 
 
 @pytest.mark.parametrize("name", DRAFTING)
