@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cglab.engine.draft_workload import steady_speculation
+from cglab.errors import ToggleError
 from cglab.lab import steps
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.profiles import save_profile, trace_path
-from cglab.lab.techniques import check_arms
+from cglab.lab.techniques import check_arms, technique
 from cglab.measure.ab import interleave
 from cglab.measure.profiling import profile
 from cglab.models.compiled import nothing_compiled
@@ -47,9 +48,13 @@ def compare(
 
 
 def trace_whole(
-    lab: Lab, arms: Sequence[str], sizes: Sizes, *, repeats: int, save: str | Path | None
+    lab: Lab, name: str, arms: Sequence[str], sizes: Sizes, *, repeats: int, save: str | Path | None
 ) -> Profile:
     """See ``Lab.profile``: arms of the seed step, each in a whole speculative step."""
+    if technique(name).name != "seed_step":
+        raise ToggleError(
+            f"whole steps are traced by arm of seed_step, not of {name}; profile seed_step, or leave whole out"
+        )
     checked, toggle, traces = check_arms("seed_step", arms), lab.captures.seed_step or "eager", {}
     batch, context = steps.chosen_sizes("seed_step", sizes, lab.sizes).values()
     workload = {"batch": batch, "context": context, "cache": lab.max_context, "ops": lab.ops, **lab.drafted}

@@ -14,6 +14,7 @@ from cglab.errors import InputError
 from cglab.models.assistant import Assistant, AssistantConfig, bound_layers
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
+from cglab.models.draft_tree import check_branches
 from cglab.models.drafts import DraftSource, find_draft, load_draft
 from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel
@@ -87,7 +88,7 @@ def plan_draft(
         target: shape of the model that it drafts for.
 
     Raises:
-        InputError: for speculation without a draft, or of another kind.
+        InputError: for speculation without a draft, of another kind, or that the target cannot score.
         ModelError: if there is no such draft, or it is another target's.
     """
     if speculation is not None and not isinstance(speculation, Speculation):
@@ -98,7 +99,9 @@ def plan_draft(
         return None
     source = DraftSource(random_shape(target), None) if name == RANDOM else find_draft(name)
     bound_layers(source.assistant, target)
-    return DraftPlan(str(name), source, speculation or Speculation())
+    sizes = speculation or Speculation()
+    check_branches(sizes.steps, sizes.topk, vocabulary=target.vocab_size, window=target.sliding_window)
+    return DraftPlan(str(name), source, sizes)
 
 
 def open_draft(plan: DraftPlan, target: Decoder, *, seed: int = 0) -> Drafting:

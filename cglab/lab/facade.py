@@ -232,10 +232,13 @@ class Lab:
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
             whole: of the seed step's arms, the whole speculative step that each is part of: draft, verify, acceptance.
             **sizes: of the step, as in ``compare``.
+
+        Raises:
+            ToggleError: for an unknown toggle or value, or whole steps of another toggle.
         """
         self._require_open()
-        if whole and name == "seed_step":
-            return comparing.trace_whole(self, arms, sizes, repeats=repeats, save=save)
+        if whole:
+            return comparing.trace_whole(self, name, arms, sizes, repeats=repeats, save=save)
         return comparing.trace(self, name, arms, sizes, repeats=repeats, save=save)
 
     def coverage(self, name: str = "decode") -> dict[str, Coverage]:

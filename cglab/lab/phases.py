@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,17 +25,10 @@ from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
 from cglab.settings import SEED_GRAPH_SWITCH
 
-log = logging.getLogger("cglab.lab")
 R = TypeVar("R", bound=Runner[Any])
 
 DRAFTING = ("verify", "draft_loop", "seed_step")
 """Techniques that need a draft model."""
-LOG_NAMES = {
-    "verify": "target verify",
-    "draft_loop": "Frozen-KV MTP draft",
-    "seed_step": "Frozen-KV MTP seed",
-}
-"""What the log calls a phase, after S0's server log."""
 
 PREFILL_LIMIT = 512
 """Tokens up to which prefill steps are captured by default: beyond it a graph wins nothing, and padding costs.
@@ -198,16 +190,8 @@ class LabPhases:
         """The runner of a phase and mode; captured, once."""
         made = self._made.setdefault(phase, {})
         if name not in made:
-            runner, said = make(options), LOG_NAMES.get(phase) if options.backend != "eager" else None
-            if said:
-                log.info("Capture %s graph begin.", said)
+            runner = make(options)
             runner.capture()
-            if said:
-                log.info(
-                    "Capture %s graph end (captured %d batch sizes).",
-                    said,
-                    len(runner.captured.captured_sizes),
-                )
             made[name] = runner  # not before: one that was interrupted is captured anew
         return cast("R", made[name])
 

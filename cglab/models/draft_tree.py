@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cglab.errors import InputError
+
 
 class Level(NamedTuple):
     """The candidates of one step.
@@ -45,6 +47,28 @@ class Draft(NamedTuple):
     parent_list: Tensor
     top_scores_index: Tensor
     draft_tokens: Tensor
+
+
+def check_branches(steps: int, topk: int, *, vocabulary: int, window: int | None = None) -> None:
+    """Refuses a draft that a target cannot score.
+
+    Args:
+        steps: of the draft.
+        topk: candidates drafted from at each step.
+        vocabulary: tokens of the target.
+        window: tokens that its sliding-window layers see, the query's own included; None without such layers. A node
+            sees its whole way to the root, and so a branch that is longer would see more than plain decoding.
+
+    Raises:
+        InputError: for branches that there are no tokens for, or that are longer than the window.
+    """
+    if not 1 <= topk <= vocabulary:
+        raise InputError(f"topk {topk} is none; give 1 to {vocabulary}")
+    if topk > 1 and window is not None and steps >= window:
+        raise InputError(
+            f"a tree of {steps} steps is deeper than the window of {window} tokens that the target sees; "
+            f"give at most {window - 1} steps, or topk=1"
+        )
 
 
 def candidate_count(steps: int, topk: int) -> int:

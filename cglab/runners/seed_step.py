@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cglab.errors import InputError
 from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.options import Options
 from cglab.models.assistant import Assistant, FrozenAttention
 from cglab.models.attention import LiveRows
+from cglab.models.draft_tree import check_branches
 from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup
 from cglab.runners.requests import Input, RequestRunner, real, whole
@@ -70,8 +70,7 @@ class DraftRunner(RequestRunner[Assistant]):
         *,
         topk: int,
     ) -> None:
-        if not 1 <= topk <= assistant.config.vocab_size:
-            raise InputError(f"topk {topk} is none; give 1 to {assistant.config.vocab_size}")
+        check_branches(1, topk, vocabulary=assistant.config.vocab_size)
         self.topk = topk
         borrowed = ["target.embedding", "target.rotary"] + ["target.head"] * (assistant.head is None)
         watched = {name: partial(attrgetter(name), assistant) for name in borrowed}
@@ -135,7 +134,7 @@ class DraftRunner(RequestRunner[Assistant]):
 class SeedRunner(DraftRunner):
     """The seed step in a graph of its own; see ``DraftRunner``."""
 
-    technique, title = "seed_step", "frozen-KV MTP seed"
+    technique, title = "seed_step", "Frozen-KV MTP seed"
 
     def declare(self) -> dict[str, Input]:
         """See ``seed``."""

@@ -7,6 +7,7 @@ import torch
 
 from cglab.engine.acceptance import AcceptLengths
 from cglab.engine.speculator import Speculator
+from cglab.errors import InputError
 from cglab.lab.benches import BENCHES
 from cglab.lab.speculative_cases import FORMS, Form, check_speculation
 from cglab.runners.draft_loop import DraftLoopRunner
@@ -57,6 +58,15 @@ def test_captures_are_bitwise_on_a_gpu(dtype):
     checked = check_speculation(torch.device("cuda"), forms=forms, dtype=dtype, prompts=12, new_tokens=40)
     for _, found, _ in checked:
         assert found.ok and found.captured == found.steps, str(found)
+
+
+@pytest.mark.parametrize(("prompts", "new_tokens"), [(0, 9), (25, 9), (-1, 9), (3, 1), (3, 0)])
+def test_a_batch_that_never_drafts_or_fits_no_bucket_is_told_before_a_model_is_loaded(
+    monkeypatch, prompts, new_tokens
+):
+    monkeypatch.setattr("cglab.lab.speculative_cases.load_model", None)
+    with pytest.raises(InputError, match="give 1 to 24 prompts, the largest bucket, and 2 tokens"):
+        next(check_speculation(CPU, prompts=prompts, new_tokens=new_tokens))
 
 
 def found_by(oracle, form=FORMS[-1]):
