@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from cglab.engine.batches import Chunk, DecodeBatch
@@ -17,8 +16,9 @@ from cglab.engine.inputs import step_inputs
 from cglab.engine.speculator import Speculator
 from cglab.engine.workload import DecodeStep, steady_decode
 from cglab.errors import InputError
-from cglab.models.draft_tree import Draft
+from cglab.models.draft_tree import Draft, verify_inputs
 from cglab.runners.base import window_inputs
+from cglab.runners.seed_step import Drafted
 
 
 @contextmanager
@@ -46,8 +46,8 @@ def steady_draft(
         inputs = {"input_ids": newest, "hidden": speculator.hidden.index_select(0, rows), **where}
         seed_runner = speculator.phases.seed_step()
         if phase != "seed_step" and seed_runner is not None:
-            seeded = seed_runner.run_live_eager(batch, **inputs)
-            inputs = dict(zip(("topk_p", "topk_index", "hidden"), seeded, strict=True)) | where
+            drafted: Drafted = seed_runner.run_live_eager(batch, **inputs)
+            inputs = drafted._asdict() | where
         if phase == "verify":
             draft = Draft(*speculator.phases.draft_loop().run_live_eager(batch, **inputs))
             inputs = _verify_inputs(engine, speculator, newest, draft)
@@ -97,7 +97,4 @@ def _verify_inputs(engine: Engine, speculator: Speculator, newest: Tensor, draft
     speculation = speculator.speculation
     chunks = [Chunk(r, r.computed, speculation.width, last=True) for r in _held(engine).requests]
     names = ("request_rows", "seq_lens", "out_slots", *window_inputs(engine.kv))
-    tree = draft._asdict()
-    tokens = torch.cat((newest.unsqueeze(1), tree.pop("draft_tokens")), 1).flatten()
-    inputs = {"input_ids": tokens, **step_inputs(chunks, names, engine.kv)}
-    return inputs | tree if speculation.topk > 1 else inputs
+    return step_inputs(chunks, names, engine.kv) | verify_inputs(newest, draft, speculation.topk)

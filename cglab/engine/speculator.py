@@ -25,9 +25,10 @@ from cglab.engine.speculation import Speculation
 from cglab.errors import InputError, ModelError
 from cglab.models.assistant import Assistant
 from cglab.models.decoder import Decoder
-from cglab.models.draft_tree import Draft, parents
+from cglab.models.draft_tree import Draft, parents, verify_inputs
 from cglab.models.kv import PagedKV
 from cglab.runners.base import Runner, window_inputs
+from cglab.runners.seed_step import Drafted
 from cglab.runners.verify import Verified
 
 
@@ -148,8 +149,8 @@ class Speculator:
         seed = self.phases.seed_step()
         if seed is not None:
             with segments.timed("seed_step"):
-                seeded = seed.run(live, **start, **where)
-            start = dict(zip(("topk_p", "topk_index", "hidden"), seeded, strict=True))
+                drafted: Drafted = seed.run(live, **start, **where)
+            start = drafted._asdict()
         with segments.timed("draft_loop"):
             draft: Draft = self.phases.draft_loop().run(live, **start, **where)
             return draft
@@ -173,12 +174,12 @@ class Speculator:
         live, topk = len(bonus), self.speculation.topk
         with segments.timed("verify"):
             # What the draft's runners hold may be overwritten by the replay; what is read after it is copied now.
-            tokens = torch.cat((bonus.unsqueeze(1), draft.draft_tokens), 1).flatten()
-            tree = draft._asdict() if topk > 1 else {}
-            tree.pop("draft_tokens", None)
-            followed = [parents(**tree, topk=topk).flatten()] if tree else []
-            verified: Verified = self.phases.verify().run(live, input_ids=tokens, **inputs, **tree)
-            packed = torch.cat((verified.tokens, tokens, *followed))
+            drafted = verify_inputs(bonus, draft, topk)
+            followed = (
+                [parents(draft.parent_list, draft.top_scores_index, topk).flatten()] if topk > 1 else []
+            )
+            verified: Verified = self.phases.verify().run(live, **drafted, **inputs)
+            packed = torch.cat((verified.tokens, drafted["input_ids"], *followed))
         return packed.view(-1, live, self.speculation.width).tolist(), verified.hidden
 
     def _accept(

@@ -12,7 +12,7 @@ from cglab.engine.workload import DecodeStep
 from cglab.graphs.coverage import Coverage
 from cglab.runners.base import Runner
 from cglab.runners.draft_loop import DraftLoopRunner
-from cglab.runners.seed_step import SeedRunner
+from cglab.runners.seed_step import Drafted, SeedRunner
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class DraftRound:
         """Its runners, each with the step that it computes."""
         if self.seed is not None:
             yield self.seed, step
-            seeded = [each.clone() for each in self.seed.run_live_eager(step.live, **step.inputs)]
-            step = replace(step, inputs=self._seeded(step.inputs, seeded))
+            seeded = self.seed.run_live_eager(step.live, **step.inputs)
+            step = replace(
+                step, inputs=self._seeded(step.inputs, Drafted(*(each.clone() for each in seeded)))
+            )
         yield self.loop, step
 
     @staticmethod
-    def _seeded(inputs: dict[str, Tensor], seeded: Any) -> dict[str, Tensor]:
-        names = ("topk_p", "topk_index", "hidden")
-        where = {name: inputs[name] for name in ("request_rows", "seq_lens")}
-        return dict(zip(names, seeded, strict=True)) | where
+    def _seeded(inputs: dict[str, Tensor], seeded: Drafted) -> dict[str, Tensor]:
+        return seeded._asdict() | {name: inputs[name] for name in ("request_rows", "seq_lens")}
 
     def coverage(self) -> Coverage:
         """Of the seed step: what is compared."""
