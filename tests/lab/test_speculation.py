@@ -198,6 +198,13 @@ def test_a_draft_that_does_not_fit_is_refused_before_anything_is_loaded(monkeypa
         cglab.open("pico-gqa", **SIZES | options)
 
 
+def test_a_switch_that_is_none_is_told_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr("cglab.lab.facade.load_model", None)
+    monkeypatch.setenv("CGLAB_DISABLE_SEED_GRAPH", "yes")
+    with pytest.raises(errors.ToggleError, match="'yes' is no switch; good values are 0, 1"):
+        cglab.open("pico-gqa", draft=DRAFT, ops="portable", **SIZES)
+
+
 @pytest.mark.parametrize(("given", "context"), [(64, 64), (None, 512), (2048, 2048 - 3)])
 def test_drafts_of_the_last_token_have_room_beyond_the_longest_request(given, context):
     with cglab.open("pico-gqa", draft=DRAFT, **SIZES | {"max_batch": 1, "max_context": given}) as lab:
