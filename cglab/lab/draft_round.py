@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from cglab.engine.drafters import seeded
 from cglab.engine.workload import DecodeStep
 from cglab.graphs.coverage import Coverage
 from cglab.runners.base import Runner
 from cglab.runners.draft_loop import DraftLoopRunner
-from cglab.runners.seed_step import SeedRunner
+from cglab.runners.seed_step import Drafted, SeedRunner
 
 
 @dataclass(frozen=True)
@@ -39,22 +40,16 @@ class DraftRound:
             What the loop gives.
         """
         if self.seed is not None:
-            inputs = self._seeded(inputs, self.seed.run(live, **inputs))
+            inputs = seeded(self.seed.run(live, **inputs), inputs)
         return self.loop.run(live, **inputs)
 
     def pieces(self, step: DecodeStep) -> Iterator[tuple[Runner[Any], DecodeStep]]:
         """Its runners, each with the step that it computes."""
         if self.seed is not None:
             yield self.seed, step
-            seeded = [each.clone() for each in self.seed.run_live_eager(step.live, **step.inputs)]
-            step = replace(step, inputs=self._seeded(step.inputs, seeded))
+            drafted = self.seed.run_live_eager(step.live, **step.inputs)
+            step = replace(step, inputs=seeded(Drafted(*(each.clone() for each in drafted)), step.inputs))
         yield self.loop, step
-
-    @staticmethod
-    def _seeded(inputs: dict[str, Tensor], seeded: Any) -> dict[str, Tensor]:
-        names = ("topk_p", "topk_index", "hidden")
-        where = {name: inputs[name] for name in ("request_rows", "seq_lens")}
-        return dict(zip(names, seeded, strict=True)) | where
 
     def coverage(self) -> Coverage:
         """Of the seed step: what is compared."""

@@ -33,11 +33,13 @@ class DraftPlan(NamedTuple):
         name: what it was opened by.
         source: its shape and folder.
         speculation: steps, top-k and tokens.
+        seed_graph: whether the seed step may be captured; False for ``CGLAB_DISABLE_SEED_GRAPH=1``.
     """
 
     name: str
     source: DraftSource
     speculation: Speculation
+    seed_graph: bool
 
 
 class Drafting(NamedTuple):
@@ -90,6 +92,7 @@ def plan_draft(
     Raises:
         InputError: for speculation without a draft, of another kind, or that the target cannot score.
         ModelError: if there is no such draft, or it is another target's.
+        ToggleError: for a setting of the environment that is not good.
     """
     if speculation is not None and not isinstance(speculation, Speculation):
         raise InputError(f"speculation is {speculation!r}; give a Speculation(steps, topk, tokens)")
@@ -101,7 +104,7 @@ def plan_draft(
     bound_layers(source.assistant, target)
     sizes = speculation or Speculation()
     check_branches(sizes.steps, sizes.topk, vocabulary=target.vocab_size, window=target.sliding_window)
-    return DraftPlan(str(name), source, sizes)
+    return DraftPlan(str(name), source, sizes, settings.read_settings().seed_graph)
 
 
 def open_draft(plan: DraftPlan, target: Decoder, *, seed: int = 0) -> Drafting:
@@ -116,8 +119,7 @@ def open_draft(plan: DraftPlan, target: Decoder, *, seed: int = 0) -> Drafting:
         ModelError: as ``load_draft``.
     """
     loaded = load_draft(plan.source, target, seed=seed)
-    seed_graph = settings.read_settings().seed_graph
-    return Drafting(loaded.assistant, plan.speculation, seed_graph, plan.name, loaded.weights)
+    return Drafting(loaded.assistant, plan.speculation, plan.seed_graph, plan.name, loaded.weights)
 
 
 def use_ops_of_both(ops: str, target: Decoder, kv: PagedKV, drafting: Drafting | None) -> None:

@@ -27,9 +27,6 @@ from cglab.settings import SEED_GRAPH_SWITCH
 
 R = TypeVar("R", bound=Runner[Any])
 
-DRAFTING = ("verify", "draft_loop", "seed_step")
-"""Techniques that need a draft model."""
-
 PREFILL_LIMIT = 512
 """Tokens up to which prefill steps are captured by default: beyond it a graph wins nothing, and padding costs.
 

@@ -134,6 +134,32 @@ def organize(levels: Sequence[Level], count: int) -> Draft:
     return Draft(parents, kept, tokens.gather(1, kept))
 
 
+def verify_inputs(newest: Tensor, draft: Draft, topk: int) -> dict[str, Tensor]:
+    """What a verify pass reads of a draft.
+
+    Args:
+        newest: [R] int64, the token that each draft starts from.
+        draft: of each request.
+        topk: candidates drafted from at each step; a chain needs no tree.
+
+    Returns:
+        ``input_ids`` [R * D] int64; of trees ``parent_list`` and ``top_scores_index`` as well, as they are.
+    """
+    return {"input_ids": after_newest(newest, draft.draft_tokens), **tree_inputs(draft, topk)}
+
+
+def after_newest(newest: Tensor, draft_tokens: Tensor) -> Tensor:
+    """[R * D] int64: the tokens of a verify pass, a copy of what was drafted, which its replay may overwrite."""
+    return torch.cat((newest.unsqueeze(1), draft_tokens), 1).flatten()
+
+
+def tree_inputs(draft: Draft, topk: int) -> dict[str, Tensor]:
+    """``parent_list`` and ``top_scores_index`` as they are; nothing for a chain."""
+    if topk == 1:
+        return {}
+    return {"parent_list": draft.parent_list, "top_scores_index": draft.top_scores_index}
+
+
 def _best(scores: Tensor, count: int) -> Tensor:
     """[R, count] int64: places of the largest of [R, n], of equals the earlier ones; all of them as they stand."""
     requests, candidates = scores.shape

@@ -42,6 +42,20 @@ class Prefix(NamedTuple):
     positions: Tensor
 
 
+class Drafted(NamedTuple):
+    """What a step of a draft hands to the next one, under the names of the loop's inputs.
+
+    Attributes:
+        topk_p: [rows, k] float32, the most likely tokens' probabilities, descending.
+        topk_index: [rows, k] int64, these tokens.
+        hidden: [rows, backbone_size], hidden states.
+    """
+
+    topk_p: Tensor
+    topk_index: Tensor
+    hidden: Tensor
+
+
 class DraftRunner(RequestRunner[Assistant]):
     """Steps of an assistant over its target's cache.
 
@@ -112,7 +126,7 @@ class DraftRunner(RequestRunner[Assistant]):
 
     def draft(
         self, input_ids: Tensor, hidden: Tensor, prefix: Prefix, embeddings: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Drafted:
         """One forward and its most likely tokens: the seed step, and every step of the loop.
 
         Args:
@@ -120,15 +134,11 @@ class DraftRunner(RequestRunner[Assistant]):
             hidden: [rows, backbone_size].
             prefix: of these rows.
             embeddings: [rows, backbone_size], instead of those of ``input_ids``.
-
-        Returns:
-            Probabilities [rows, k] float32, descending; their tokens [rows, k] int64; hidden states
-            [rows, backbone_size].
         """
         logits, hidden = self.model(input_ids, hidden, prefix.positions, prefix.attend, embeddings=embeddings)
         probabilities = logits.softmax(-1, dtype=torch.float32)
         best = probabilities.max(-1, keepdim=True) if self.topk == 1 else probabilities.topk(self.topk)
-        return best[0], best[1], hidden
+        return Drafted(best[0], best[1], hidden)
 
 
 class SeedRunner(DraftRunner):
@@ -140,16 +150,13 @@ class SeedRunner(DraftRunner):
         """See ``seed``."""
         return self.seed()
 
-    def step(self, **inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, **inputs: Tensor) -> Drafted:
         """The seed step.
 
         Args:
             **inputs: ``input_ids`` [requests] int64, ``hidden`` [requests, backbone_size], ``request_rows`` and
                 ``seq_lens`` [requests] int64, the tokens in the cache; eager also ``embeddings``
                 [requests, backbone_size] and ``positions`` [axes, requests].
-
-        Returns:
-            See ``draft``.
         """
         return self.draft(
             inputs["input_ids"], inputs["hidden"], self.frozen(inputs), inputs.get("embeddings")

@@ -8,7 +8,6 @@ import pytest
 import cglab
 from cglab import errors
 from cglab.lab.comparing import WHOLE
-from cglab.lab.phases import DRAFTING
 from cglab.runners.seed_step import SeedRunner
 
 SIZES = {"device": "cpu", "max_batch": 4, "max_context": 128}
@@ -166,7 +165,7 @@ def test_whole_steps_of_another_toggle_are_refused_and_not_left_out(lab):
         lab.profile("verify", ARMS["verify"], whole=True, batch=1, context=20, repeats=1)
 
 
-@pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.parametrize("name", sorted(ARMS))
 def test_without_a_draft_the_toggles_exist_and_their_runners_say_what_is_missing(name):
     with cglab.open("pico-gqa", **SIZES | {"max_batch": 1}) as lab:
         setattr(lab.captures, name, "eager")
@@ -199,6 +198,13 @@ def test_a_draft_that_does_not_fit_is_refused_before_anything_is_loaded(monkeypa
         cglab.open("pico-gqa", **SIZES | options)
 
 
+def test_a_switch_that_is_none_is_told_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr("cglab.lab.facade.load_model", None)
+    monkeypatch.setenv("CGLAB_DISABLE_SEED_GRAPH", "yes")
+    with pytest.raises(errors.ToggleError, match="'yes' is no switch; good values are 0, 1"):
+        cglab.open("pico-gqa", draft=DRAFT, ops="portable", **SIZES)
+
+
 @pytest.mark.parametrize(("given", "context"), [(64, 64), (None, 512), (2048, 2048 - 3)])
 def test_drafts_of_the_last_token_have_room_beyond_the_longest_request(given, context):
     with cglab.open("pico-gqa", draft=DRAFT, **SIZES | {"max_batch": 1, "max_context": given}) as lab:
@@ -214,7 +220,7 @@ def test_a_tree_is_drafted_and_accepted(prompts, plain):
     with cglab.open("pico-gqa", draft=DRAFT, speculation=cglab.Speculation(3, 3, 8), **SIZES) as lab:
         found = lab.generate(prompts, 40, stop_at_end=False)
         assert found.tokens == plain.tokens and found.speculation["verify"].share == 1.0
-        for name in DRAFTING:
+        for name in ARMS:
             compared = lab.compare(name, ARMS[name], batch=3, context=40, repeats=1)
             assert {each.verdict for each in compared.parity.values()} == {"bitwise"}
 

@@ -11,6 +11,7 @@ from cglab.errors import InputError
 from cglab.lab.benches import BENCHES
 from cglab.lab.speculative_cases import FORMS, Form, check_speculation
 from cglab.runners.draft_loop import DraftLoopRunner
+from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_a_draft_that_is_accepted_though_the_target_says_otherwise_is_caught(mon
     assert found_by(2, Form("eager", "eager", "eager"))
 
 
-@pytest.mark.parametrize("runner", [DraftLoopRunner, VerifyRunner])
+@pytest.mark.parametrize("runner", [SeedRunner, DraftLoopRunner, VerifyRunner])
 def test_a_captured_step_that_is_not_the_eager_one_is_caught(monkeypatch, runner):
     eager = runner.run_padded_eager
 
