@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from cglab.engine.load import Load
-from cglab.errors import ClosedError, ToggleError
+from cglab.errors import ClosedError, InputError, ToggleError
 from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
@@ -150,7 +150,16 @@ class LabPhases:
         return self._mode("seed_step", mode) == "fused" and self._drafting("seed_step").seed_graph
 
     def for_load(self, load: Load) -> dict[str, Runner[Any]]:
-        """The runners that a load needs, by phase; one without a second token never decodes."""
+        """The runners that a load needs, by phase; one without a second token never decodes.
+
+        Raises:
+            InputError: for a load at a temperature where drafts are accepted greedily.
+        """
+        if load.temperature > 0 and self.drafting is not None:
+            raise InputError(
+                f"the load samples at temperature {load.temperature:g}, and drafts are accepted greedily; "
+                "give temperature 0, or open the model without a draft"
+            )
         needed: dict[str, Runner[Any]] = {"prefill": self.prefill()}
         if load.most_new_tokens > 1:
             needed |= self.for_decoding(sampling=load.temperature > 0)

@@ -231,3 +231,9 @@ def test_closing_gives_the_draft_back_too(prompts):
     assert lab.close().allocated == 0
     with pytest.raises(errors.ClosedError):
         lab.generate(prompts[:1], 4)
+
+
+def test_a_load_at_a_temperature_is_refused_before_it_starts(lab):
+    load = cglab.Load(2, concurrency=1, prompt_tokens=4, new_tokens=4, temperature=0.5)
+    with pytest.raises(errors.InputError, match="drafts are accepted greedily; give temperature 0"):
+        lab.load(load)
