@@ -230,6 +230,11 @@ class Assistant(nn.Module):
             raise ModelError("the assistant is bound to no target; call bind(target) before its first step")
         return self._targets[0]
 
+    @property
+    def rotary(self) -> Tensor:
+        """[max_position, 2, head_dim], the target's rotary table."""
+        return self.target.rotary
+
     def bind(self, target: Decoder) -> None:
         """Shares a target's embedding, head and rotary table: before any capture, which bakes in where they lie (P85).
 
@@ -264,7 +269,7 @@ class Assistant(nn.Module):
         if embeddings is None:
             embeddings = self.target.embedding(input_ids)
         state = self.pre(torch.cat((embeddings * self.scale, hidden), dim=-1))
-        state = self.body(self, state, turns(self.target.rotary, positions), attend)
+        state = self.body(self, state, turns(self.rotary, positions), attend)
         after = self.post(state)
         return self.target.logits(after) if self.head is None else self.head(state), after
 
