@@ -23,7 +23,7 @@ from cglab.errors import ModelError
 from cglab.models.attention import DecodeStep
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Body, Decoder, FeedForward, Portable
-from cglab.models.fields import Fields, read_json
+from cglab.models.fields import draft_fields
 from cglab.models.rotary import rotate
 
 ARCHITECTURE: Final = "FrozenKVAssistant"
@@ -79,14 +79,7 @@ class AssistantConfig:
         Raises:
             ModelError: if it is missing, malformed, or of another kind of model.
         """
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise ModelError(
-                f"{folder} has no config.json: the folder of a draft is expected; check the path"
-            )
-        fields = Fields(read_json(path), path)
-        found = fields.names("architectures") or ["missing"]
-        fields.require("architectures", found[0], [ARCHITECTURE])
+        fields = draft_fields(folder, ARCHITECTURE)
         kinds = fields.names("layer_kinds") or []
         for kind in kinds:
             fields.require("layer_kinds", kind, KINDS)
