@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from cglab.engine.memory import CacheLayout
@@ -10,7 +12,12 @@ from cglab.models.kv import PagedKV
 
 
 def paged_kv(
-    layout: CacheLayout, config: ModelConfig, *, device: torch.device, dtype: torch.dtype
+    layout: CacheLayout,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: Sequence[int] | None = None,
 ) -> PagedKV:
     """A zeroed cache of these sizes.
 
@@ -19,6 +26,7 @@ def paged_kv(
         config: the decoder's shape.
         device: where the tensors live.
         dtype: element type of keys and values.
+        layers: those of a stage; None for all.
 
     Raises:
         InputError: if the layout has a window pool and the model no window layers, or the other way round.
@@ -26,6 +34,7 @@ def paged_kv(
     return PagedKV(
         config, pages=layout.pages, page_size=layout.page_size, rows=layout.rows, max_context=layout.max_context,
         window_pages=None if layout.window is None else layout.window_pages, device=device, dtype=dtype,
+        layers=layers,
     )  # fmt: skip
 
 

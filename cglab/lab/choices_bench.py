@@ -23,8 +23,8 @@ from cglab.lab.opening import open_lab
 from cglab.lab.step_metrics import CALLS, Progress, model_facts, silent, sustained
 from cglab.measure.ab import interleave
 from cglab.measure.record import Record, make_record, new_run
+from cglab.models.body import Body, Portable, Taps
 from cglab.models.compiled import Compiled, nothing_compiled
-from cglab.models.decoder import Body, Portable, Taps
 from cglab.models.ops import good_ops
 from cglab.models.regions import Kernels, torch_kernels, written_kernels
 from cglab.runners.base import Runner
@@ -57,6 +57,7 @@ class _Gathered:
 
     def __init__(self, body: Compiled) -> None:
         self._body = body
+        self.carries, self.through, self.finish = body.carries, body.through, body.finish
 
     def __call__(
         self, model: Any, hidden: Tensor, turn: Tensor, attend: Any, taps: Taps | None = None

@@ -21,8 +21,9 @@ from torch.nn.utils import skip_init
 
 from cglab.errors import ModelError
 from cglab.models.attention import DecodeStep
+from cglab.models.body import Body, Portable
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Body, Decoder, FeedForward, Portable
+from cglab.models.decoder import Decoder, FeedForward
 from cglab.models.fields import draft_fields
 from cglab.models.rotary import rotate
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from cglab.errors import ModelError
+from cglab.models.body import Body, Portable
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Block, Body, Decoder, Portable
+from cglab.models.decoder import Block, Decoder
 from cglab.models.fields import draft_fields
 from cglab.models.kv import CacheAttention
 

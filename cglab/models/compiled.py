@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from cglab.errors import RecompiledError
+from cglab.models.body import Taps
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Taps
 from cglab.models.kv import LayerCache, LayerPool, PagedKV
 from cglab.models.paged import AttentionKind, prepare_attention
 from cglab.models.regions import Between, Kernels, Regions, regions, written_kernels
+from cglab.models.stages import Elsewhere, held_layers
 
 MOST_ROWS = 2048
 """Rows of which the second half of a block is computed at a time: enough for full speed, and its intermediates, which
@@ -69,7 +70,7 @@ def changing(*tensors: Tensor) -> None:
 
 
 class Compiled:
-    """``decoder.Body`` in compiled regions.
+    """``body.Body`` in compiled regions.
 
     Args:
         config: the decoder's shape.
@@ -82,6 +83,7 @@ class Compiled:
     """
 
     name = "compiled"
+    carries: tuple[str, ...] = ("hidden_states", "residual")
 
     def __init__(
         self, config: ModelConfig, *, backend: str = "inductor", kernels: Kernels | None = None
@@ -117,7 +119,7 @@ class Compiled:
             for pool, rows in product(self._pools(model, kv), EXAMPLE_ROWS):
                 self._example(model, pool, rows)
         for pool, kind in product(self._pools(model, kv), (AttentionKind(self.config.num_heads), *kinds)):
-            prepare_attention(pool, kind, model.norm.weight.dtype)
+            prepare_attention(pool, kind, next(model.parameters()).dtype)
         self.compile_seconds += time.perf_counter() - started
 
     def _pools(self, model: Any, kv: PagedKV) -> list[LayerPool]:
@@ -135,10 +137,10 @@ class Compiled:
         turn = model.rotary.index_select(0, slots)
         by_row = [hidden, residual, attended, turn, slots]
         changing(cache.keys, cache.values, *(by_row if rows > 1 else []))
-        enter, leave = self._halves(model.blocks[0])
+        enter, leave = self._halves(held_layers(model.blocks)[0][1])
         enter(hidden, residual, turn, cache)
         leave(attended, residual)
-        self._regions.finish(hidden, residual, model.norm.weight)
+        self.finish(model, (hidden, residual))
 
     def _halves(self, block: Any) -> tuple[Callable[..., Between], Callable[..., tuple[Tensor, Tensor]]]:
         attention = block.attention
@@ -165,23 +167,37 @@ class Compiled:
 
         return leave
 
-    def __call__(
-        self, model: Any, hidden: Tensor, turn: Tensor, attend: Any, taps: Taps | None = None
-    ) -> Tensor:
-        """See ``decoder.Body``; ``attend`` tells where its keys and values go."""
+    def through(
+        self, model: Any, carried: tuple[Tensor, ...], turn: Tensor, attend: Any, taps: Taps | None = None
+    ) -> tuple[Tensor, ...]:
+        """See ``body.Body``; ``attend`` tells where its keys and values go."""
+        hidden, residual = carried if len(carried) > 1 else (*carried, torch.zeros_like(carried[0]))
+        del carried  # a recording's pool is as large as what is alive at a time
         if not hidden.shape[0]:  # nothing to compute, and a kind of step that is not compiled
-            return hidden
-        residual = torch.zeros_like(hidden)
-        for layer_index, block in enumerate(model.blocks):
+            return hidden, residual
+        for layer_index, block in held_layers(model.blocks):
             enter, leave = self._halves(block)
             query, key, value, residual = enter(hidden, residual, turn, attend.cache(layer_index))
             attended = attend.attend(layer_index, query, key, value)
-            del query, key, value, hidden  # a recording's pool is as large as what is alive at a time
+            del query, key, value, hidden
             hidden, residual = in_parts(leave, attended, residual)
             if taps is not None:
                 taps.note(layer_index, residual, hidden)
+        return hidden, residual
+
+    def finish(self, model: Any, carried: tuple[Tensor, ...]) -> Tensor:
+        """See ``body.Body``; a stage that is not the last has no norm, and hands on what it was given."""
+        hidden, residual = carried
+        if isinstance(model.norm, Elsewhere) or not hidden.shape[0]:
+            return hidden
         out: Tensor = self._regions.finish(hidden, residual, model.norm.weight)
         return out
+
+    def __call__(
+        self, model: Any, hidden: Tensor, turn: Tensor, attend: Any, taps: Taps | None = None
+    ) -> Tensor:
+        """See ``body.Body``."""
+        return self.finish(model, self.through(model, (hidden,), turn, attend, taps))
 
 
 @contextmanager

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from cglab.models.assistant import Assistant, FrozenAttention
+from cglab.models.body import Taps
 from cglab.models.compiled import Compiled, changing
-from cglab.models.decoder import Taps
 from cglab.models.kv import LayerPool, PagedKV
 
 
 class CompiledAssistant(Compiled):
-    """``decoder.Body`` of an assistant; nothing of it reads keys or values, so they are not among its tensors."""
+    """``body.Body`` of an assistant; nothing of it reads keys or values, so they are not among its tensors."""
 
     def _pools(self, model: Assistant, kv: PagedKV) -> list[LayerPool]:
         return list(dict.fromkeys(kv.pool(layer) for layer in model.layers))
@@ -49,7 +49,7 @@ class CompiledAssistant(Compiled):
         attend: FrozenAttention,
         taps: Taps | None = None,
     ) -> Tensor:
-        """See ``decoder.Body``."""
+        """See ``body.Body``."""
         if not hidden.shape[0]:  # nothing to compute, and a kind of step that is not compiled
             return hidden
         residual = torch.zeros_like(hidden)

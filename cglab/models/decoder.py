@@ -9,17 +9,21 @@ over query and key heads at once: a decode step is mostly launches.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from cglab.errors import InputError
+from cglab.models.body import Body, Portable, Taps
 from cglab.models.config import ModelConfig
 from cglab.models.rotary import rotary_table, rotate
+from cglab.models.stages import Elsewhere, Proxy, Stage, bind, by_global_id, cut
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class Attend(Protocol):
@@ -38,77 +42,6 @@ class Attend(Protocol):
             [T, heads * head_dim], in the dtype of ``query``.
         """
         ...
-
-
-class Taps:
-    """Keeps the residual stream after some layers, side by side, for a draft that reads it.
-
-    Args:
-        layers: of the decoder, ascending.
-    """
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = frozenset(layers)
-        self._kept: list[Tensor] = []
-
-    def note(self, layer_index: int, *parts: Tensor) -> None:
-        """Keeps the sum of ``parts`` [T, hidden_size] if the layer is one of them."""
-        if layer_index in self.layers:
-            self._kept.append(functools.reduce(torch.add, parts))
-
-    def features(self) -> Tensor:
-        """[T, layers * hidden_size] of the step that was run last."""
-        features = torch.cat(self._kept, dim=-1)
-        self._kept.clear()
-        return features
-
-
-class Body(Protocol):
-    """A way to compute all blocks and the last norm: the same formulas, in other kernels.
-
-    Attributes:
-        name: what the choice is called.
-        compile_seconds: what compiling for models of this shape has taken so far.
-        compilations: how often a compiler has run for them.
-    """
-
-    name: str
-    compile_seconds: float
-    compilations: int
-
-    def __call__(
-        self, model: Any, hidden: Tensor, turn: Tensor, attend: Any, taps: Taps | None = None
-    ) -> Tensor:
-        """Runs every block.
-
-        Args:
-            model: whose weights are used: a stack of ``blocks`` and a last ``norm``.
-            hidden: [T, hidden_size], embeddings.
-            turn: [T, 2, head_dim], rows of ``rotary_table``.
-            attend: see ``Attend``; a form may ask more of it.
-            taps: told the residual stream after every block.
-
-        Returns:
-            [T, hidden_size]: the normed hidden states.
-        """
-        ...
-
-
-class Portable:
-    """Block after block in PyTorch's own operators: on any device and recorder, and what others are checked against."""
-
-    name, compile_seconds, compilations = "portable", 0.0, 0
-
-    def __call__(
-        self, model: Any, hidden: Tensor, turn: Tensor, attend: Any, taps: Taps | None = None
-    ) -> Tensor:
-        """See ``Body``."""
-        for layer_index, block in enumerate(model.blocks):
-            hidden = block(hidden, turn, layer_index, attend)
-            if taps is not None:
-                taps.note(layer_index, hidden)
-        out: Tensor = model.norm(hidden)
-        return out
 
 
 class Attention(nn.Module):
@@ -181,15 +114,17 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model.
+    """A decoder-only language model, or the part of it that a stage of a pipeline holds.
 
     The parameters are uninitialised memory: ``loading.load_model`` fills them from a checkpoint or a seed.
 
     Attributes:
         body: how the blocks are computed; ``ops.use`` changes it.
+        stage: which part of the model this is.
 
     Args:
-        config: the shape.
+        config: the shape of the whole.
+        stage: the part; None for the whole. What others hold is ``Elsewhere``, under the same names.
         device: where the parameters are allocated.
         dtype: their dtype, and that of the rotary tables.
     """
@@ -200,25 +135,39 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         *,
+        stage: Stage | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         place: dict[str, Any] = {"device": device or "cpu", "dtype": dtype or torch.get_default_dtype()}
         self.config = config
+        self.stage = stage or cut(config.num_layers, 1)[0]
         self.body: Body = Portable()
-        self.embedding = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **place)
-        self.blocks = nn.ModuleList(Block(config, **place) for _ in range(config.num_layers))
-        self.norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
-        tied = config.tie_embeddings
-        size = (config.hidden_size, config.vocab_size)
-        self.head = None if tied else skip_init(nn.Linear, *size, bias=False, **place)
+        first, last, tied = self.stage.first, self.stage.last, config.tie_embeddings
+        size = (config.vocab_size, config.hidden_size)
+        self.embedding = (
+            skip_init(nn.Embedding, *size, **place) if first or (last and tied) else _elsewhere(nn.Embedding)
+        )
+        held = by_global_id(
+            ((layer, Block(config, **place)) for layer in self.stage.layers), config.num_layers
+        )
+        self.blocks = nn.ModuleList(block or Elsewhere(f"layer {id_}") for id_, block in enumerate(held))
+        eps = config.rms_norm_eps
+        self.norm = skip_init(nn.RMSNorm, size[1], eps=eps, **place) if last else _elsewhere(nn.RMSNorm)
+        head = skip_init(nn.Linear, *size[::-1], bias=False, **place) if last and not tied else None
+        self.head = head if last else _elsewhere(nn.Linear)
         self.register_buffer("rotary", rotary_table(config).to(**place), persistent=False)
+
+    @property
+    def proxies(self) -> tuple[Proxy, ...]:
+        """What one stage hands to the next in this body, declared."""
+        return tuple(Proxy(name, (self.config.hidden_size,), self.rotary.dtype) for name in self.body.carries)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
     ) -> Tensor:
-        """Runs every block.
+        """Runs every block of a whole model.
 
         Args:
             input_ids: [T] int64, tokens of all requests one after the other.
@@ -232,6 +181,37 @@ class Decoder(nn.Module):
         hidden = self.embedding(input_ids)
         return self.body(self, hidden, self.rotary.index_select(0, positions), attend, taps)
 
+    def part(
+        self,
+        *,
+        positions: Tensor,
+        attend: Attend,
+        input_ids: Tensor | None = None,
+        proxies: Mapping[str, Any] | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Runs the blocks of this stage.
+
+        Args:
+            positions: see ``forward``.
+            attend: see ``forward``.
+            input_ids: see ``forward``; of the first stage.
+            proxies: what the stage before returned, by name; of all others.
+
+        Returns:
+            What ``proxies`` declares, in that order, each [T, *columns]; of the last stage what ``forward`` returns.
+
+        Raises:
+            InputError: if the first stage has no tokens, or another one lacks a proxy.
+        """
+        if not self.stage.first:
+            carried = tuple(bind(self.proxies, proxies or {}).values())
+        elif input_ids is not None:
+            carried = (self.embedding(input_ids),)
+        else:
+            raise InputError(f"{self.stage} looks tokens up and was given none; give input_ids")
+        carried = self.body.through(self, carried, self.rotary.index_select(0, positions), attend)
+        return self.body.finish(self, carried) if self.stage.last else carried
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token.
 
@@ -242,3 +222,8 @@ class Decoder(nn.Module):
             [T, vocab_size], in the parameters' dtype.
         """
         return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+
+
+def _elsewhere(kind: type[Part]) -> Part:
+    """A placeholder in the place of a part of this kind."""
+    return cast("Part", Elsewhere(f"the {kind.__name__}"))

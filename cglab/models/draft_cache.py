@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from cglab.errors import InputError, ModelError
 from cglab.models.block_draft import BlockDraft
+from cglab.models.body import Taps
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Decoder, Taps
+from cglab.models.decoder import Decoder
 from cglab.models.kv import CacheAttention, LayerCache, PagedKV
 
 

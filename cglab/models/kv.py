@@ -202,6 +202,7 @@ class PagedKV:
         device: torch.device | str,
         dtype: torch.dtype,
         window_pages: int | None = None,
+        layers: Sequence[int] | None = None,
     ) -> None:
         """Allocates a zeroed cache.
 
@@ -214,6 +215,7 @@ class PagedKV:
             device: where the tensors live.
             dtype: element type of keys and values.
             window_pages: pages of the window pool in all; for models with window layers, and only for these.
+            layers: which layers of the model it holds, by global id; None for all of them. A pool may have none.
 
         Raises:
             InputError: if nothing is left beside a reserved row or page, a size is not positive, or
@@ -237,12 +239,14 @@ class PagedKV:
         self.page_size, self.group = page_size, config.group
         self.context_positions = torch.arange(math.ceil(max_context / page_size) * page_size, device=device)
         self.device = self.context_positions.device
-        full = [layer for layer in range(config.num_layers) if layer not in config.window_layers]
+        held = range(config.num_layers) if layers is None else layers
+        windowed = [layer for layer in held if layer in config.window_layers]
+        full = [layer for layer in held if layer not in windowed]
         make = partial(LayerPool, config, self.context_positions, page_size=page_size, rows=rows, dtype=dtype)
         self.full: LayerPool = make(layers=full, pages=pages)
         self.sliding: LayerPool | None = None
         if window_pages is not None:
-            self.sliding = make(layers=config.window_layers, pages=window_pages, window=config.sliding_window)
+            self.sliding = make(layers=windowed, pages=window_pages, window=config.sliding_window)
         self._pools = {layer: pool for pool in self.pools for layer in pool.layers}
 
     @property

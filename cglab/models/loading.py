@@ -15,6 +15,7 @@ from cglab.models.decoder import Decoder
 from cglab.models.layout import checkpoint_layout
 from cglab.models.presets import PRESETS
 from cglab.models.sources import find_folder
+from cglab.models.stages import Stage
 from cglab.models.tokenizer import Tokenizer
 
 
@@ -63,7 +64,12 @@ def find_model(name_or_folder: str | Path) -> ModelSource:
 
 
 def load_model(
-    source: str | Path | ModelSource, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+    source: str | Path | ModelSource,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    stage: Stage | None = None,
 ) -> LoadedModel:
     """Opens a model.
 
@@ -72,6 +78,7 @@ def load_model(
         device: where the weights go; they are created there, never moved.
         dtype: dtype of the weights and of the computation.
         seed: of random weights; the same seed gives the same weights on the same kind of device.
+        stage: which part of it, so that no other weight is read; None for the whole.
 
     Returns:
         The model with its shape, tokenizer and the origin of its weights.
@@ -82,7 +89,7 @@ def load_model(
     """
     config, folder = source if isinstance(source, ModelSource) else find_model(source)
     if folder is None:
-        model = random_model(config, device=device, dtype=dtype, seed=seed)
+        model = random_model(config, device=device, dtype=dtype, seed=seed, stage=stage)
         return LoadedModel(model, config, Tokenizer.byte_level(config.vocab_size), "random")
     shards = shard_files(folder)
     check_shards(shards, config)
@@ -92,9 +99,11 @@ def load_model(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
             "they are of different models; fetch both again"
         )
-    model = Decoder(config, device=device, dtype=dtype)
+    model = Decoder(config, stage=stage, device=device, dtype=dtype)
+    held = dict(model.named_parameters())
+    layout = {name: piece for name, piece in checkpoint_layout(config).items() if piece.parameter in held}
     try:
-        read_shards(shards, model, checkpoint_layout(config))
+        read_shards(shards, model, layout)
     except BaseException:
         model.to("meta")  # the traceback holds the model: let go of its memory
         raise
@@ -103,7 +112,12 @@ def load_model(
 
 @torch.no_grad()
 def random_model(
-    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+    config: ModelConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    stage: Stage | None = None,
 ) -> Decoder:
     """Makes a decoder with random weights, in place on its device.
 
@@ -115,29 +129,38 @@ def random_model(
         device: where the weights are created.
         dtype: their dtype.
         seed: the same seed gives the same weights on the same kind of device.
+        stage: which part of it, with the weights that it has in the whole; None for the whole.
 
     Returns:
         The decoder, in evaluation mode and without gradients.
     """
-    model = Decoder(config, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
-    fill_randomly(model, config.num_layers, seed)
-    if not config.tie_embeddings:  # it is only looked up
+    model = (
+        Decoder(config, stage=stage, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
+    )
+    fill_randomly(
+        model, config.num_layers, seed, Decoder(config, device="meta", dtype=dtype) if stage else None
+    )
+    if model.stage.first and not config.tie_embeddings:  # it is only looked up
         generator = torch.Generator(device).manual_seed(seed)
         model.embedding.weight.normal_(0.0, 1.0, generator=generator)
     return model
 
 
 @torch.no_grad()
-def fill_randomly(model: nn.Module, layers: int, seed: int) -> None:
+def fill_randomly(model: nn.Module, layers: int, seed: int, whole: nn.Module | None = None) -> None:
     """Random weights for a stack of layers, in place: see ``random_model``.
 
     Args:
         model: its norms, biases and projections into the residual stream are told by name.
         layers: of the stack.
         seed: the same seed gives the same weights on the same kind of device.
+        whole: of which the model is a part, on the meta device; what others hold is drawn and dropped, so that the
+            part has the weights that it has in the whole.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    held = dict(model.named_parameters())
+    for name, like in (whole or model).named_parameters():
+        parameter = held[name] if name in held else torch.empty_like(like, device=generator.device)
         if "norm" in name:
             parameter.fill_(1.0)
         elif name.endswith("bias"):

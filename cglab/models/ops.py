@@ -19,10 +19,11 @@ from cglab.errors import ToggleError
 from cglab.models.assistant import Assistant, AssistantConfig
 from cglab.models.attention import DecodeAttention
 from cglab.models.block_draft import BlockDraft
+from cglab.models.body import Portable
 from cglab.models.compiled import Compiled
 from cglab.models.compiled_assistant import CompiledAssistant
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Decoder, Portable
+from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.models.paged import AttentionKind, PagedDecodeAttention
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -90,9 +90,13 @@ class PrefillRunner(Runner[Sequence[Span]]):
                 f"max_cached {max_cached} at least 0"
             )
         self.model, self.kv, self.live, self.feeder = model, kv, LiveSpans(), feeder
-        self.inputs = INPUTS + window_inputs(kv)
+        self.inputs = self.needed()
         fed = {} if feeder is None else feeder.watched(model, kv)
         super().__init__(group, buckets, AddressContract({"model": model, **kv.watched(), **fed}), options)
+
+    def needed(self) -> tuple[str, ...]:
+        """Names of the slots that a caller fills."""
+        return INPUTS + window_inputs(self.kv)
 
     def slots(self) -> dict[str, Slot]:
         """Rows of int64, one element a token; and the request axis of a full recording, int32."""
@@ -105,7 +109,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
             for name, count in zip(REQUEST_AXIS, places, strict=True)
         }
 
-    def step(self, **inputs: Tensor) -> Tensor:
+    def step(self, **inputs: Tensor) -> Any:
         """The body of one prefill step.
 
         Args:
@@ -114,17 +118,20 @@ class PrefillRunner(Runner[Sequence[Span]]):
         Returns:
             [tokens, hidden_size]: normed hidden states in the model's dtype.
         """
-        axis = {name: inputs[name] for name in REQUEST_AXIS if inputs.get(name) is not None}
-        slots = {name: inputs[name] for name in self.inputs if name.endswith("out_slots")}
-        attention = (
-            RequestAxisAttention(self.kv, keys=len(inputs["out_slots"]) + self.max_cached, **slots, **axis)
-            if axis
-            else PrefillAttention(self.kv, live=self.live, **slots)
-        )
-        tokens = inputs["input_ids"], inputs["positions"], attention
+        tokens = inputs["input_ids"], inputs["positions"], self.attend(inputs)
         feeder = self.feeder
         hidden: Tensor = feeder.forward(*tokens, inputs["out_slots"]) if feeder else self.model(*tokens)
         return hidden
+
+    def attend(self, inputs: Mapping[str, Tensor]) -> PrefillAttention | RequestAxisAttention:
+        """Attention of a step: over the request axis where it is among the inputs, else over the live spans."""
+        slots = {name: inputs[name] for name in self.inputs if name.endswith("out_slots")}
+        axis = {name: inputs[name] for name in REQUEST_AXIS if inputs.get(name) is not None}
+        if not axis:
+            return PrefillAttention(self.kv, live=self.live, **slots)
+        return RequestAxisAttention(
+            self.kv, keys=len(inputs["out_slots"]) + self.max_cached, **slots, **axis
+        )
 
     @torch.no_grad()
     def last_logits(
@@ -172,7 +179,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
             InputError: if the spans are not as long as the inputs.
         """
         spans = self.live.spans
-        tokens, given = self.rows(spans), values["input_ids"].shape[0]
+        tokens, given = self.rows(spans), values["out_slots"].shape[0]
         if tokens != given:
             raise InputError(f"the spans have {tokens} tokens, the inputs {given}; give one span a request")
         limit = self.captured.buckets[-1]
@@ -191,7 +198,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
 
     def prepare(self, views: dict[str, Tensor]) -> None:
         """Requests of the warm-up length at the reserved row; their KV goes to the reserved slot (P28, P44)."""
-        size, length = views["input_ids"].shape[0], self.warmup_length
+        size, length = views["out_slots"].shape[0], self.warmup_length
         if self.backend == "full":  # as many as the axis holds
             length = max(length, -(-size // self.max_requests))
         length = min(length, len(self.kv.context_positions))
@@ -205,13 +212,15 @@ class PrefillRunner(Runner[Sequence[Span]]):
 
     def vary(self, views: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Random tokens at random positions, written to distinct slots; requests of other lengths, some cached."""
-        size, context = views["input_ids"].shape[0], len(self.kv.context_positions)
+        size, context = views["out_slots"].shape[0], len(self.kv.context_positions)
 
         def draw(high: int, count: int = size) -> Tensor:
             return torch.randint(0, high, (count,), generator=generator)
 
-        views["input_ids"].copy_(draw(self.model.config.vocab_size))
-        views["positions"].copy_(draw(self.model.config.max_position))
+        shape = self.model.config
+        for name, high in (("input_ids", shape.vocab_size), ("positions", shape.max_position)):
+            if name in views:
+                views[name].copy_(draw(high))
         for name, pool in zip(("out_slots", *window_inputs(self.kv)), self.kv.pools, strict=True):
             views[name].copy_(distinct_slots(pool, (size,), generator))
         rows = len(self.kv.full.page_table)

@@ -12,7 +12,7 @@ from cglab import errors
 from cglab.engine.load import Load
 from cglab.lab.comparison import TAPE_NOTE
 from cglab.lab.techniques import TECHNIQUES, Captures
-from cglab.models.decoder import Portable
+from cglab.models.body import Portable
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 from cglab.errors import ModelError
 from cglab.models.attention import DecodeAttention
 from cglab.models.block_draft import BlockDraft, BlockDraftConfig, spread
+from cglab.models.body import Portable, Taps
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Decoder, Portable, Taps
+from cglab.models.decoder import Decoder
 from cglab.models.drafts import DRAFT_PRESETS, DraftSource, find_draft, load_draft
 from cglab.models.kv import PagedKV
 from cglab.models.loading import fill_randomly, random_model

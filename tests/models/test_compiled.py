@@ -9,9 +9,9 @@ pytest.importorskip("triton", reason="no Triton here: it comes with torch for CU
 
 from cglab.errors import RecompiledError, ToggleError
 from cglab.models import compiled
+from cglab.models.body import Portable
 from cglab.models.compiled import Compiled, nothing_compiled
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Portable
 from cglab.models.kv import PagedKV
 from cglab.models.loading import random_model
 from cglab.models.ops import DECODE_ATTENTION, check_ops

@@ -6,10 +6,10 @@ import torch
 pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
 
 from cglab.models.assistant import AssistantConfig, FrozenAttention
+from cglab.models.body import Portable
 from cglab.models.compiled import nothing_compiled
 from cglab.models.compiled_assistant import CompiledAssistant
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Portable
 from cglab.models.drafts import DraftSource, load_draft
 from cglab.models.kv import PagedKV
 from cglab.models.loading import random_model

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
 
 from cglab.models.block_draft import BlockDraftConfig
+from cglab.models.body import Portable
 from cglab.models.compiled import Compiled, nothing_compiled
 from cglab.models.config import ModelConfig
-from cglab.models.decoder import Portable
 from cglab.models.draft_cache import draft_cache
 from cglab.models.drafts import DraftSource, load_draft
 from cglab.models.kv import PagedKV

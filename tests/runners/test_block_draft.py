@@ -11,7 +11,7 @@ from cglab.graphs.options import Options
 from cglab.graphs.out_forms import same_bits
 from cglab.models.attention import DecodeAttention
 from cglab.models.block_draft import BlockDraft
-from cglab.models.decoder import Taps
+from cglab.models.body import Taps
 from cglab.models.draft_cache import Feeder, draft_cache
 from cglab.models.loading import random_model
 from cglab.models.spans import Span

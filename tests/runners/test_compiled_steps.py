@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
 
 from cglab.graphs.out_forms import same_bits
+from cglab.models.body import Portable
 from cglab.models.compiled import Compiled, nothing_compiled
-from cglab.models.decoder import Portable
 from cglab.models.ops import use_ops
 from cglab.models.regions import regions, torch_kernels
 
