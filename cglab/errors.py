@@ -23,6 +23,7 @@
     |   +-- StaleOutputError        an output is read after a later replay overwrote it
     |   +-- PoolBusyError           the pool is in use, or borrowed memory is still alive
     +-- ResultsError            recorded results cannot be read or written
+    +-- RankError               ranks that work together do not: one is lost, late, or was told something else
     +-- ClosedError             the object was closed
     +-- AccountingError         who owns which KV page does not add up: a fault of the lab
 
@@ -184,6 +185,10 @@ class ResultsError(CglabError):
 
 class RecompiledError(CglabError):
     """The compiler ran where everything was to be compiled before."""
+
+
+class RankError(CglabError):
+    """A rank of several that work together is lost, late, or does something else; all of them stop."""
 
 
 class ClosedError(CglabError):

@@ -34,6 +34,8 @@ class Reason(Enum):
     NO_HEAD = "the target has no head that a draft could borrow"
     HEAD_NOT_DENSE = "the target's head is quantised or packed, and only its own method scores with it"
     SHARD_UNKNOWN = "a part of a head does not say which tokens it holds"
+    NO_ATTENTION = "a layer of the stage has no attention, and only layers with one are captured"
+    OTHER_RANK = "another rank has no recording of this bucket"
     COLLECTIVE = "the ranks' collective cannot be recorded here"
     LITTLE_MEMORY = "less device memory is free than a capture may take"
     CAPTURE_FAILED = "the capture of this bucket failed"

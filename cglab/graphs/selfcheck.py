@@ -29,9 +29,15 @@ def vary_rows(views: Mapping[str, Tensor], generator: torch.Generator) -> None:
     """
     for view in views.values():
         if view.dtype.is_floating_point:
-            view.add_(torch.randn(view.shape, generator=generator).to(view))
+            view.add_(torch.randn(view.shape, generator=generator, device=generator.device).to(view))
         elif view.dim() and view.shape[0] > 1:
-            view.copy_(view[torch.randperm(view.shape[0], generator=generator).to(view.device)])
+            view.copy_(
+                view[
+                    torch.randperm(view.shape[0], generator=generator, device=generator.device).to(
+                        view.device
+                    )
+                ]
+            )
 
 
 def self_check(

@@ -42,7 +42,7 @@ class Chunk:
         offset = tensor.data_ptr() - self._base
         place = self.storage, offset // tensor.element_size(), tensor.shape, tensor.stride()
         with torch.inference_mode(mode=False):  # replays write into it outside of that mode too
-            return seen_alike(torch.empty(0, dtype=tensor.dtype).set_(*place), tensor)
+            return seen_alike(torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place), tensor)
 
 
 class TapePool(Pool):
@@ -81,7 +81,7 @@ class TapePool(Pool):
     def empty_strided(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor in a block of its own, contents as they are. Shapes without elements take no block."""
         if 0 in shape:
-            return torch.empty_strided(shape, stride, dtype=dtype)
+            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         size = -(-span * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         chunk, address = self._take(size)
@@ -91,7 +91,7 @@ class TapePool(Pool):
         weakref.finalize(block, self._give, address, size).atexit = False
         storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
         with torch.inference_mode(mode=False):
-            return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
+            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, stride)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor in a block of its own."""

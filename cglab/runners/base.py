@@ -39,8 +39,8 @@ def distinct_slots(pool: LayerPool, shape: tuple[int, ...], generator: torch.Gen
     """[size] int64: random slots of a pool, each once while there are enough."""
     (size,), slots = shape, pool.keys.shape[1]
     if slots < size:
-        return torch.randint(0, slots, (size,), generator=generator)
-    return torch.randperm(slots, generator=generator)[:size]
+        return torch.randint(0, slots, (size,), generator=generator, device=generator.device)
+    return torch.randperm(slots, generator=generator, device=generator.device)[:size]
 
 
 class Arrival(Protocol):

@@ -30,7 +30,9 @@ INPUTS = ("input_ids", "positions", "out_slots", "request_rows", "seq_lens")
 """Slots of every decode step."""
 TEMPERATURES = Input(
     Slot(shape=(-1,), dtype=torch.float32, pad=0.0),
-    lambda shape, generator: torch.randint(-1, 3, shape, generator=generator).clamp_min(0),
+    lambda shape, generator: torch.randint(
+        -1, 3, shape, generator=generator, device=generator.device
+    ).clamp_min(0),
 )
 """Temperatures, of which the self-check draws half greedy."""
 

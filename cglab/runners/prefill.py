@@ -129,9 +129,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         axis = {name: inputs[name] for name in REQUEST_AXIS if inputs.get(name) is not None}
         if not axis:
             return PrefillAttention(self.kv, live=self.live, **slots)
-        return RequestAxisAttention(
-            self.kv, keys=len(inputs["out_slots"]) + self.max_cached, **slots, **axis
-        )
+        return RequestAxisAttention(self.kv, keys=len(inputs["out_slots"]) + self.max_cached, **slots, **axis)
 
     @torch.no_grad()
     def last_logits(
@@ -215,7 +213,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         size, context = views["out_slots"].shape[0], len(self.kv.context_positions)
 
         def draw(high: int, count: int = size) -> Tensor:
-            return torch.randint(0, high, (count,), generator=generator)
+            return torch.randint(0, high, (count,), generator=generator, device=generator.device)
 
         shape = self.model.config
         for name, high in (("input_ids", shape.vocab_size), ("positions", shape.max_position)):

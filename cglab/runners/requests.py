@@ -52,13 +52,20 @@ class Input:
 def whole(low: int, high: int, *columns: int, pad: int = 0, width: int = 1) -> Input:
     """An int64 input from ``low`` to below ``high``, with ``width`` rows of ``columns`` for each request."""
     slot = Slot(shape=(-1, *columns), dtype=torch.int64, pad=pad, width=width)
-    return Input(slot, lambda shape, generator: torch.randint(low, high, shape, generator=generator))
+    return Input(
+        slot,
+        lambda shape, generator: torch.randint(
+            low, high, shape, generator=generator, device=generator.device
+        ),
+    )
 
 
 def real(dtype: torch.dtype, *columns: int) -> Input:
     """A floating-point input from 0 to 1, with a row of ``columns`` for each request."""
     slot = Slot(shape=(-1, *columns), dtype=dtype, pad=0.0)
-    return Input(slot, lambda shape, generator: torch.rand(shape, generator=generator))
+    return Input(
+        slot, lambda shape, generator: torch.rand(shape, generator=generator, device=generator.device)
+    )
 
 
 class RequestRunner(Runner[int], Generic[Model]):

@@ -55,7 +55,7 @@ def frozen_heap():
 class World:
     """A model, a cache whose rows 1 to 8 own their pages, and a runner over both."""
 
-    config, window_pages = CONFIG, None
+    config, window_pages, stage = CONFIG, None, None
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class World:
         **options,
     ):
         self.device = device
-        self.model = random_model(self.config, device=device, dtype=dtype, seed=seed)
+        self.model = random_model(self.config, device=device, dtype=dtype, seed=seed, stage=self.stage)
         self.kv = PagedKV(self.config, pages=(ROWS - 1) * PAGES_A_ROW + 1, page_size=PAGE, rows=ROWS,
                           max_context=PAGE * PAGES_A_ROW, device=device, dtype=kv_dtype or dtype,
-                          window_pages=self.window_pages)  # fmt: skip
+                          window_pages=self.window_pages, layers=self.stage and self.stage.layers)  # fmt: skip
         pages = torch.arange(1, (ROWS - 1) * PAGES_A_ROW + 1, device=device)
         self.kv.full.page_table[1:] = pages.view(ROWS - 1, PAGES_A_ROW)
         generator = torch.Generator().manual_seed(seed)

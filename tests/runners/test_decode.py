@@ -19,6 +19,7 @@ from cglab.runners.base import GraphGroup, Runner
 from cglab.runners.block_draft import BlockDraftRunner
 from cglab.runners.decode import INPUTS, DecodeRunner
 from cglab.runners.draft_loop import DraftLoopRunner
+from cglab.runners.pipeline_stage import PipelineStageRunner
 from cglab.runners.prefill import PrefillRunner
 from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
@@ -26,7 +27,7 @@ from cglab.runners.verify import VerifyRunner
 from .conftest import CONFIG, World
 
 TESTED = {
-    "decode": DecodeRunner, "prefill": PrefillRunner,
+    "decode": DecodeRunner, "prefill": PrefillRunner, "pp_prefill": PipelineStageRunner,
     "seed_step": SeedRunner, "draft_loop": DraftLoopRunner, "verify": VerifyRunner, "block_draft": BlockDraftRunner,
 }  # fmt: skip
 """Techniques that have a suite, here or in a file of their own; the completeness test keeps it whole."""
