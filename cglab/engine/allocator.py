@@ -9,16 +9,18 @@ from cglab.errors import InputError
 
 
 class FreeList:
-    """Indices 1 to ``count - 1``; index 0 is reserved for padding.
+    """Indices 1 to ``count - 1``, or as many further on; index 0 is reserved for padding.
 
     Args:
         count: how many there are, the reserved one included.
         what: for messages.
+        lane: how many lists of this size come before, each with indices of its own.
     """
 
-    def __init__(self, count: int, what: str) -> None:
+    def __init__(self, count: int, what: str, lane: int = 0) -> None:
         self.what = what
-        self._free = list(range(1, count))  # a heap
+        before = lane * (count - 1)
+        self._free = list(range(before + 1, before + count))  # a heap
         self._total = count - 1
         self._used: set[int] = set()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from cglab.engine.batches import Batch, DecodeBatch, PrefillBatch, SchedulerOptions
 from cglab.engine.cache import layout_of
 from cglab.engine.generation import Generation, StepRecord, limits_of, timings_of
-from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
+from cglab.engine.inputs import next_tokens, spans_of, step_inputs, write_page_tables
 from cglab.engine.phases import Phases
 from cglab.engine.requests import GREEDY, Event, Request, Sampling, check_request, listed
 from cglab.engine.scheduler import Scheduler
@@ -31,7 +31,6 @@ from cglab.graphs.clocks import clock_for
 from cglab.graphs.coverage import Coverage
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
-from cglab.models.sampling import sample
 from cglab.runners.base import Runner
 
 
@@ -199,12 +198,7 @@ class Engine:
             if self.speculator:
                 self.speculator.drafter.prefilled(batch.chunks, hidden)
             logits = runner.last_logits(hidden, spans, ending)
-            chunks = [batch.chunks[index] for index in ending]
-            if not any(chunk.request.sampling.temperature for chunk in chunks):
-                return logits.argmax(-1), logits
-            # Drawn as a decode step draws: by seed and by the position of the token before.
-            draws = step_inputs(chunks, ("temperatures", "seeds", "seq_lens"), self.kv)
-            return sample(logits, draws["temperatures"], draws["seeds"], draws["seq_lens"] - 1), logits
+            return next_tokens([batch.chunks[index] for index in ending], logits, self.kv), logits
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Runs requests to their end; whatever stops that early cancels the rest.

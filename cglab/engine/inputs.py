@@ -13,6 +13,7 @@ from torch import Tensor
 from cglab.engine.batches import Chunk
 from cglab.engine.requests import Request
 from cglab.models.kv import LayerPool, PagedKV
+from cglab.models.sampling import sample
 from cglab.models.spans import Span
 
 Column: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -46,6 +47,24 @@ def step_inputs(
         heat = [chunk.request.sampling.temperature for chunk in chunks]
         inputs["temperatures"] = torch.tensor(heat, dtype=torch.float32).to(device)
     return inputs
+
+
+def next_tokens(chunks: Sequence[Chunk], logits: Tensor, kv: PagedKV) -> Tensor:
+    """The next token of every chunk that reaches its request's end, as its request wants it chosen.
+
+    Args:
+        chunks: those that do, in order.
+        logits: [chunks, vocabulary] after their last tokens.
+        kv: the cache, for its page size and its device.
+
+    Returns:
+        [chunks] int64.
+    """
+    if not any(chunk.request.sampling.temperature for chunk in chunks):
+        return logits.argmax(-1)
+    # Drawn as a decode step draws: by seed and by the position of the token before.
+    draws = step_inputs(chunks, ("temperatures", "seeds", "seq_lens"), kv)
+    return sample(logits, draws["temperatures"], draws["seeds"], draws["seq_lens"] - 1)
 
 
 def on_device(columns: Mapping[str, Column], device: torch.device) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ class CacheLayout:
         window: tokens that a sliding-window layer sees, the query's own included; None without such layers.
         window_pages: pages of their pool, the reserved one included.
         lookahead: positions after its newest token that a decode step of a request writes: drafted tokens.
+        lane: which of several equal parts of a cache this is; see ``lanes``.
 
     Raises:
         InputError: if nothing is left beside what is reserved, or a size is not positive.
@@ -42,6 +43,7 @@ class CacheLayout:
     window: int | None = None
     window_pages: int = 0
     lookahead: int = 0
+    lane: int = 0
 
     def __post_init__(self) -> None:
         if self.pages < 2 or self.rows < 2:
@@ -93,6 +95,21 @@ class CacheLayout:
         if window is None:
             return full
         return replace(full, window_pages=min(full._window_pool(count, budget), full.pages))
+
+    def lanes(self, count: int) -> tuple[CacheLayout, ...]:
+        """The same cache in equal parts, of which none hands out what another does: one for each micro-batch.
+
+        Raises:
+            InputError: if there are fewer rows or pages than parts.
+        """
+        rows, pages, windows = ((each - 1) // count for each in (self.rows, self.pages, self.window_pages))
+        if min(rows, pages) < 1:
+            raise InputError(
+                f"{self.rows - 1} requests on {self.pages - 1} pages do not make {count} micro-batches; "
+                "give the cache more of both, or let fewer be in flight"
+            )
+        part = replace(self, rows=rows + 1, pages=pages + 1, window_pages=max(windows, -1) + 1)
+        return tuple(replace(part, lane=lane) for lane in range(count))
 
     @property
     def room(self) -> int:
@@ -155,9 +172,9 @@ class RequestMemory:
     def __init__(self, layout: CacheLayout, chunk: int, *, prefix_reuse: bool) -> None:
         self.layout, self.prefix_reuse = layout, prefix_reuse
         self.chunk = max(chunk, 1 + layout.lookahead)
-        self.rows = FreeList(layout.rows, "request rows")
-        self.pages = PageStore(layout.pages, layout.page_size)
-        self.window_pages = FreeList(max(layout.window_pages, 1), "window pages")
+        self.rows = FreeList(layout.rows, "request rows", layout.lane)
+        self.pages = PageStore(layout.pages, layout.page_size, layout.lane)
+        self.window_pages = FreeList(max(layout.window_pages, 1), "window pages", layout.lane)
         needed = layout.most_window_pages(layout.room + layout.lookahead, self.chunk)
         if needed > self.window_pages.total:
             raise InputError(

@@ -20,16 +20,17 @@ ROOT: Final = 0  # what the first page of a chain comes after; page 0 is reserve
 
 
 class PageStore:
-    """Pages 1 to ``count - 1``; page 0 is reserved for padding.
+    """Pages 1 to ``count - 1``, or as many further on; page 0 is reserved for padding.
 
     Args:
         count: pages in all, the reserved one included.
         page_size: tokens of a page.
+        lane: see ``FreeList``.
     """
 
-    def __init__(self, count: int, page_size: int) -> None:
+    def __init__(self, count: int, page_size: int, lane: int = 0) -> None:
         self.page_size = page_size
-        self._free = FreeList(count, "KV pages")
+        self._free = FreeList(count, "KV pages", lane)
         self._holders: dict[int, int] = {}  # held page: by how many
         self._published: dict[tuple[int, tuple[int, ...]], int] = {}  # page before and tokens: page
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # the other way round

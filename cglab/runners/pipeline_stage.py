@@ -35,6 +35,7 @@ from cglab.runners.ranks import Ranks
 
 STAGE_LIMIT: Final = 8192
 """Tokens of all requests together up to which a stage is captured by default: S2's last size with a gain."""
+UNTRIED, UNRECORDED, RECORDED = -1, 0, 1
 
 
 def stage_sizes(
@@ -150,7 +151,7 @@ class PipelineStageRunner(PrefillRunner):
             ranks: those of all stages, in order.
 
         Raises:
-            RankError: if they were to capture different sizes.
+            RankError: if they were to capture different sizes, or one has skipped its capture.
         """
         sizes = self.captured.buckets
         policy = torch.tensor([len(sizes), hash(tuple(sizes))])  # of whole numbers the same everywhere
@@ -159,11 +160,22 @@ class PipelineStageRunner(PrefillRunner):
                 f"{self.stage} is to capture {list(sizes)} and another rank something else: "
                 "start all ranks with the same sizes and token budget"
             )
-        held = torch.tensor([size in self.captured.captured_sizes for size in sizes], dtype=torch.int64)
-        for rank, row in enumerate(ranks.gather(held).tolist()):
-            for size in (size for size, there in zip(sizes, row, strict=True) if not there):
+        rows = ranks.gather(torch.tensor([self._state(size) for size in sizes])).tolist()
+        if idle := [rank for rank, row in enumerate(rows) if UNTRIED in row]:
+            raise RankError(
+                f"rank {idle[0]} of {ranks.count} has skipped the capture of {list(sizes)}, and others have not: "
+                "capture on every rank, then agree"
+            )
+        for rank, row in enumerate(rows):
+            for size in (size for size, state in zip(sizes, row, strict=True) if state == UNRECORDED):
                 facts = f"bucket {size}, no recording on rank {rank} of {ranks.count}"
                 self._lacking.setdefault(size, Miss(Reason.OTHER_RANK, facts))
+
+    def _state(self, size: int) -> int:
+        if size in self.captured.captured_sizes:
+            return RECORDED
+        failed = self.backend == "eager" or any(key.size == size for key in self.captured.failures)
+        return UNRECORDED if failed else UNTRIED
 
     def ineligible(self, values: Mapping[str, Tensor]) -> Miss | None:
         """See ``PrefillRunner``; and a bucket that is not recorded on all ranks."""

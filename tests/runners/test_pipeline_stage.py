@@ -255,8 +255,8 @@ class Told:
 
     count = 2
 
-    def __init__(self, lacks=(), plus=0):
-        self.lacks, self.plus, self.asked = lacks, plus, 0
+    def __init__(self, lacks=(), plus=0, state=0):
+        self.lacks, self.plus, self.state, self.asked = lacks, plus, state, 0
 
     def unrecorded(self, device):
         return None
@@ -267,7 +267,7 @@ class Told:
         if self.asked == 1:
             other[0] += self.plus
         else:
-            other[list(self.lacks)] = 0
+            other[list(self.lacks)] = self.state
         return torch.stack([mine, other])
 
 
@@ -283,6 +283,16 @@ def test_p10_b79_a_bucket_that_another_rank_lacks_runs_eager_on_all(stages):
 def test_p10_ranks_that_were_told_other_sizes_are_refused(stages):
     with pytest.raises(RankError, match=r"is to capture \[4, 8, 16\] and another rank something else"):
         stages(1).runner.agree(Told(plus=1))
+
+
+def test_b79_a_rank_that_skipped_its_capture_stops_all(stages):
+    with pytest.raises(RankError, match=r"rank 1 of 2 has skipped the capture of \[4, 8, 16\]"):
+        stages(1).runner.agree(Told(lacks=[0, 1, 2], state=-1))
+    one = stages(1)
+    unused = PipelineStageRunner(one.model, one.kv, one.group, BUCKETS, Options("breakable"))
+    with pytest.raises(RankError, match="rank 0 of 2 has skipped"):
+        unused.agree(Told())
+    unused.close()
 
 
 def test_p76_eligibility_is_judged_on_the_stages_own_layers():
