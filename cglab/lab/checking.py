@@ -12,6 +12,7 @@ from cglab.errors import ToggleError
 from cglab.lab.decode_cases import DecodeOracles
 from cglab.lab.draft_cases import LoopOracles, SeedOracles, VerifyOracles
 from cglab.lab.oracles import StepOracles
+from cglab.lab.pipeline_cases import PipelineOracles
 from cglab.lab.plants import planted
 from cglab.lab.prefill_cases import PrefillOracles
 from cglab.lab.techniques import technique
@@ -21,7 +22,7 @@ from cglab.models.ops import check_ops
 
 CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {
     "decode": DecodeOracles, "verify": VerifyOracles, "draft_loop": LoopOracles, "seed_step": SeedOracles,
-    "prefill": PrefillOracles,
+    "prefill": PrefillOracles, "pp_prefill": PipelineOracles,
 }  # fmt: skip
 """How each available technique is checked; the suite fails for one that is missing here."""
 

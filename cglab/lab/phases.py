@@ -174,12 +174,21 @@ class LabPhases:
         return seeds | {"draft_loop": self.draft_loop(), "verify": self.verify()}
 
     def runner(self, name: str, mode: str | None = None) -> Runner[Any]:
-        """The runner of a technique, by the toggle's name; that of a fused seed step is the loop's."""
+        """The runner of a technique, by the toggle's name; that of a fused seed step is the loop's.
+
+        Raises:
+            ToggleError: for an unknown name, or one that is no technique of a single process.
+        """
         if (name := technique(name).name) == "seed_step":
             return self.seed_step(mode) or self.draft_loop(fused=True)
         made: dict[str, Callable[[str | None], Runner[Any]]] = {
             "decode": self.decode, "prefill": self.prefill, "verify": self.verify, "draft_loop": self.draft_loop,
         }  # fmt: skip
+        if name not in made:
+            raise ToggleError(
+                f"{name} has no runner in a lab of one process: its stages are processes; run cglab bench pipeline, or "
+                f"open a stage in each with cglab.lab.stage.open_stage. Here: {', '.join(made)}, seed_step"
+            )
         return made[name](mode)
 
     def arm(self, name: str, mode: str) -> Runner[Any] | DraftRound:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from cglab.engine.batches import Chunk
 from cglab.engine.inputs import spans_of, step_inputs, write_page_tables
@@ -43,13 +46,16 @@ class PrefillOracles(StepOracles[PrefillRunner]):
                 write_page_tables(self.kv, requests)
                 tokens = sum(chunk.length for chunk in chunks)
                 at = where | {"step": step, "tokens": tokens, "spans": len(chunks)}
-                inputs = step_inputs(chunks, runner.inputs, self.kv)
-                self.check(runner, Step(spans_of(chunks), tokens, inputs), at)
+                self.check(runner, Step(spans_of(chunks), tokens, self.inputs(runner, chunks)), at)
                 for chunk in chunks:
                     self.memory.advance(chunk.request, chunk.length)
         finally:
             for request in requests:
                 self.memory.release(request)
+
+    def inputs(self, runner: PrefillRunner, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+        """What the runner reads of a batch, by slot."""
+        return step_inputs(chunks, runner.inputs, self.kv)
 
     def _chunks(self, requests: list[Request], runner: PrefillRunner) -> list[Chunk]:
         """A random number of tokens, split at random over random requests; at times a captured size exactly."""

@@ -98,7 +98,10 @@ TECHNIQUES: Mapping[str, Technique] = {
             "T6", "prefill", "prefill body, eager attention breaks", _BACKENDS, "breakable", "S1-S3",
             module="cglab.runners.prefill", notebook="notebooks/02_prefill_and_requests.ipynb",
         ),
-        Technique("T7", "pp_prefill", "prefill of a pipeline stage, proxy tensors", ("off", "breakable"), "off", "S2"),
+        Technique(
+            "T7", "pp_prefill", "prefill of a pipeline stage, proxy tensors", ("off", "breakable"), "off", "S2",
+            module="cglab.runners.pipeline_stage", notebook="notebooks/05_pipeline_prefill.ipynb",
+        ),
         Technique(
             "T8", "dsa_attention", "sparse prefill attention inside the prefill graph", _GRAPH, "graph", "S3",
             kill_switch="CGLAB_DISABLE_DSA_ATTENTION_GRAPH",

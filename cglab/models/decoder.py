@@ -227,3 +227,13 @@ class Decoder(nn.Module):
 def _elsewhere(kind: type[Part]) -> Part:
     """A placeholder in the place of a part of this kind."""
     return cast("Part", Elsewhere(f"the {kind.__name__}"))
+
+
+def part_of(whole: Decoder, stage: Stage) -> Decoder:
+    """A stage of a model that is loaded, over the same weights and computed in the same body."""
+    part = Decoder(whole.config, stage=stage, device="meta", dtype=whole.rotary.dtype)
+    held = {name for name, _ in part.named_parameters()}
+    shared = {name: parameter for name, parameter in whole.named_parameters() if name in held}
+    part.load_state_dict(shared, assign=True)
+    part.rotary, part.body = whole.rotary, whole.body
+    return part.eval().requires_grad_(requires_grad=False)
