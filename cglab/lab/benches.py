@@ -18,6 +18,7 @@ from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
 from cglab.lab.mtp_bench import mtp
 from cglab.lab.parity_benches import parity, recovery, requests, speculation
+from cglab.lab.pipeline_bench import pipeline
 from cglab.lab.planner_bench import planner
 from cglab.lab.prefill_bench import prefill
 from cglab.lab.replay_bench import replay
@@ -66,6 +67,10 @@ BENCHES: Mapping[str, Bench] = {
     "mtp": Bench(
         "loads with drafts, the assistant's seed step eager, captured and fused in turns: rates, TPOT, TTFT",
         mtp,
+    ),
+    "pipeline": Bench(
+        "prefill over stages in processes by cap and concurrency, eager and captured in turns; stage profile",
+        pipeline,
     ),
     "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(

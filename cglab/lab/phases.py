@@ -186,8 +186,8 @@ class LabPhases:
         }  # fmt: skip
         if name not in made:
             raise ToggleError(
-                f"{name} has no runner in a lab of one process: its stages are processes; run cglab bench pipeline, or "
-                f"open a stage in each with cglab.lab.stage.open_stage. Here: {', '.join(made)}, seed_step"
+                f"{name} has no runner in a lab of one process: its stages are processes; run cglab bench pipeline. "
+                f"Here: {', '.join(made)}, seed_step"
             )
         return made[name](mode)
 

@@ -10,7 +10,7 @@ from cglab.measure.record import Record
 
 _SIZES = (
     "batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "dataset", "phase", "ops", "kernels",
-    "topk", "padding", "prompts",
+    "topk", "padding", "prompts", "stages", "cap", "rank",
 )  # fmt: skip
 _COLUMNS = {
     "decode": ("step_ms", "ratio_to_eager", "ratio_to_transformers", "busy_ms", "launches", "kernels", "gap_us",
@@ -37,6 +37,11 @@ _COLUMNS = {
     "mtp": ("tokens_s", "tpot_ms", "tpot_ratio", "tpot_verdict", "ttft_ms", "queueing_ms", "round_ms", "round_ratio",
             "accept_length", "seed_step_ms", "draft_loop_ms", "verify_ms", "seed_busy_ms", "gap_ms", "seed_share",
             "tokens_equal"),
+    "pipeline": ("tok_s", "gain", "verdict", "forwards_replayed", "forwards_eager", "largest_forward", "exact_lengths",
+                 "tokens_equal", "ok"),
+    "pp_prefill": ("stage_ms", "busy_ms", "wall_over_busy", "gap_ms", "breaks", "break_ms", "active_devices"),
+    "pp_prefill_crossover": ("crossover_cap", "safe_cap", "default_cap", "crossover", "recovery_eager",
+                             "recovery_graph"),
     "planner": ("time_ms", "ratio_to_sglang", "waste", "buckets", "eager_steps", "memory_mb", "capture_s", "ok"),
     "recovery": ("operations", "tried", "failed", "ok"),
     "notebooks": ("tests", "passed", "failures", "errors", "skipped", "ok"),

@@ -20,6 +20,7 @@ from cglab.lab.sweep import Sweep
 from cglab.ui.accepted import accepted
 from cglab.ui.growth import recorded_capture, recorded_growth
 from cglab.ui.loads import occupancy, ttft
+from cglab.ui.pipeline import pipeline_sweep, recorded_pipeline
 from cglab.ui.recorded import (
     recorded_decode,
     recorded_planner,
@@ -50,9 +51,11 @@ __all__ = [
     "comparison",
     "coverage",
     "occupancy",
+    "pipeline_sweep",
     "recorded_capture",
     "recorded_decode",
     "recorded_growth",
+    "recorded_pipeline",
     "recorded_planner",
     "recorded_prefill",
     "recorded_ttft",

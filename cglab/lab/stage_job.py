@@ -1,0 +1,108 @@
+"""What the ranks of a pipeline are to measure, and how they are started: one process a stage, by ``torchrun``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from cglab.errors import RankError
+
+ARMS: Final = ("eager", "breakable")
+START_SECONDS: Final = 120.0
+"""What starting the processes may take beside the job's own limit."""
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """S2's protocol: prompts of one length with one new token each, prefix reuse off, at several caps.
+
+    Attributes:
+        model: what is cut into stages; see ``cglab.open``.
+        stages: how many, one process each.
+        device: ``cpu`` or ``cuda``, of which each stage has one.
+        caps: aggregate tokens of one forward: the token budget, and the largest bucket of the captured arm.
+        concurrencies: requests at a time.
+        requests: so many times the concurrency run in all.
+        prompt: tokens of a prompt.
+        instances: turns of each arm.
+        dtype: of weights and computation.
+        ops: the form in which the model computes; None for the device's own default.
+        seed: of weights and prompts.
+        deadline: seconds that a rank waits for another.
+        limit: seconds after which all are ended.
+        folder: where the ranks leave what they measured.
+    """
+
+    model: str
+    stages: int
+    device: str
+    caps: tuple[int, ...]
+    concurrencies: tuple[int, ...]
+    requests: int = 10
+    prompt: int = 8192
+    instances: int = 3
+    dtype: str = "bfloat16"
+    ops: str | None = None
+    seed: int = 0
+    deadline: float = 120.0
+    limit: float = 570.0
+    folder: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> StageJob:
+        """The job of a file that ``run_stages`` has written."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            **{**values, "caps": tuple(values["caps"]), "concurrencies": tuple(values["concurrencies"])}
+        )
+
+    def result(self, rank: int) -> Path:
+        """Where a rank leaves what it measured."""
+        return Path(self.folder, f"rank{rank}.json")
+
+
+def run_stages(job: StageJob) -> list[dict[str, Any]]:
+    """Runs a job with one process a stage, from a terminal or a notebook alike.
+
+    Returns:
+        What each rank measured, by rank.
+
+    Raises:
+        RankError: if a rank failed or did not end in time; it says what each of them said. None is left running.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        job, path = replace(job, folder=folder), Path(folder, "job.json")
+        path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}",
+            "-m", "cglab.lab.stage_process", str(path),
+        ]  # fmt: skip
+        with Path(folder, "said").open("w+", encoding="utf-8") as said:
+            started = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+            try:
+                started.wait(job.limit + START_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass  # told below, by the ranks that left nothing
+            finally:
+                if started.poll() is None:
+                    os.killpg(started.pid, signal.SIGKILL)
+                    started.wait()
+            said.seek(0)
+            return _results(job, said.read())
+
+
+def _results(job: StageJob, said: str) -> list[dict[str, Any]]:
+    paths = [job.result(rank) for rank in range(job.stages)]
+    found = [json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths]
+    if all(each and "error" not in each for each in found):
+        return found
+    told = [f"rank {rank}: {each.get('error', 'ended without a word')}" for rank, each in enumerate(found)]
+    told += said.strip().splitlines()[-3:] if not all(found) else []
+    raise RankError(f"the pipeline of {job.model} stopped on all ranks; " + "; ".join(told))
