@@ -42,9 +42,6 @@ class StageLinks:
         rank: this one.
         count: ranks in all.
 
-    Attributes:
-        unrecorded: as ``runners.ranks.Ranks`` asks for it.
-
     Raises:
         RankError: if not all ranks came before the deadline.
         InputError: without a store, where no ``torchrun`` has started this process.

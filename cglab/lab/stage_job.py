@@ -35,7 +35,7 @@ class StageJob:
         dtype: of weights and computation.
         ops: the form in which the model computes; None for the device's own default.
         seed: of weights and prompts.
-        deadline: seconds that a rank waits for another.
+        deadline: seconds that a rank waits for another; one that dies is noticed at once.
         limit: seconds after which all are ended.
         folder: where the ranks leave what they measured.
     """
@@ -51,7 +51,7 @@ class StageJob:
     dtype: str = "bfloat16"
     ops: str | None = None
     seed: int = 0
-    deadline: float = 120.0
+    deadline: float = 300.0
     limit: float = 570.0
     folder: str = ""
 

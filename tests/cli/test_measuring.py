@@ -45,7 +45,7 @@ def test_all_is_a_list_of_what_this_version_has(ask_json, monkeypatch):
     status, found = ask_json("parity", "--all", "--cases", "3")
     assert status == 0
     assert [(each["technique"], each["cases"]) for each in found] == [
-        (name, 3) for name in ("decode", "verify", "draft_loop", "seed_step", "prefill")
+        (name, 3) for name in ("decode", "verify", "draft_loop", "seed_step", "prefill", "pp_prefill")
     ]
 
 

@@ -202,6 +202,18 @@ def crossover_records():
     ]  # fmt: skip
 
 
+def pipeline_records():
+    """Two arms at two caps and two concurrencies, of which the second is faster."""
+    return [
+        measured(
+            "pipeline", arm, {"cap": cap, "concurrency": many, "stages": 2}, {"tok_s": cap * many * faster}
+        )
+        for cap in (2048, 8192)
+        for many in (4, 16)
+        for arm, faster in (("eager", 1.0), ("breakable", 2.0))
+    ]
+
+
 def growth_records():
     """Two arms over three batches and, with a cache of their own, over three contexts of two batches; then the fit."""
     series = [((1, 4, 2), (512,), 512), ((1,), (65536, 512, 8192), 65536), ((16,), (512, 8192, 2048), 8192)]
@@ -265,6 +277,7 @@ def make():
         cpu_trace=cpu_trace, record=record, planned=planned, parts=parts, loaded=loaded, load_swept=load_swept,
         planner_records=planner_records, growth_records=growth_records, capture_records=capture_records,
         prefill_records=prefill_records, ttft_records=ttft_records, crossover_records=crossover_records,
+        pipeline_records=pipeline_records,
     )  # fmt: skip
 
 

@@ -38,6 +38,8 @@ def views(make, records):
         "recorded_capture": newest("capture", make.capture_records()).plot,
         "recorded_decode": newest("decode", records).plot,
         "recorded_growth": newest("growth", make.growth_records()).plot,
+        "recorded_pipeline": newest("pipeline", make.pipeline_records()).plot,
+        "pipeline_sweep": lambda: plots.pipeline_sweep([("eager", 8, 1.0), ("breakable", 8, 3.0)], "By cap"),
         "recorded_planner": newest("planner", make.planner_records()).plot,
         "recorded_prefill": newest("prefill", make.prefill_records()).plot,
         "recorded_ttft": newest("ttft", make.ttft_records()).plot,
@@ -52,7 +54,7 @@ def test_every_view_has_a_title_units_and_the_template(views):
         assert figure.layout.title.text, name
         assert figure.layout.template.layout.font.family.startswith("Open Sans"), name
         axes = plots.summary(figure).splitlines()[-1]
-        assert any(unit in axes for unit in ("(ms)", "(s)", "(µs)", "(ratio)", "(%)", "steps")), (
+        assert any(unit in axes for unit in ("(ms)", "(s)", "(µs)", "(ratio)", "(%)", "(tok/s)", "steps")), (
             f"{name}: {axes}"
         )
 
