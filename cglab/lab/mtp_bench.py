@@ -20,7 +20,7 @@ from cglab.engine.speculation import Speculation
 from cglab.engine.workload import DecodeStep
 from cglab.errors import InputError
 from cglab.lab import steps
-from cglab.lab.draft_round import DraftRound
+from cglab.lab.draft_round import SeedRound
 from cglab.lab.facade import Lab
 from cglab.lab.load_run import LoadRun
 from cglab.lab.opening import open_lab
@@ -131,7 +131,7 @@ def _seed_alone(lab: Lab, asked: Load) -> dict[str, float]:
     sizes = {"batch": asked.concurrency, "context": _middle(asked)}
     with steps.fixed_step(lab.engine, "seed_step", sizes, lab.sizes) as step:
         arm = lab.phases.arm("seed_step", "eager")
-        if not isinstance(arm, DraftRound) or not isinstance(step, DecodeStep):
+        if not isinstance(arm, SeedRound) or not isinstance(step, DecodeStep):
             raise InputError("there is no seed step to measure; open the lab with a draft")
         runner, piece = next(iter(arm.pieces(step)))
         run = partial(runner.run, piece.live, **piece.inputs)

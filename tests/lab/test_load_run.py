@@ -61,7 +61,7 @@ def test_a_load_of_first_tokens_needs_no_decode_runner():
         lab.captures.prefill = "eager"
         run = lab.load(Load(2, 2, 5, 1))
         assert run.coverage.keys() == {"prefill"} == set(run.occupancy_by_kind)
-        assert "decode" not in lab.phases.made or not lab.phases.made["decode"]
+        assert not lab.coverage("decode")
 
 
 def test_other_requests_are_no_parity_and_a_refused_load_has_no_occupancy(lab, runs):

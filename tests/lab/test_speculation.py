@@ -8,12 +8,14 @@ import pytest
 import cglab
 from cglab import errors
 from cglab.lab.comparing import WHOLE
-from cglab.lab.phases import DRAFTING
+from cglab.lab.techniques import DRAFTING
 from cglab.runners.seed_step import SeedRunner
 
 SIZES = {"device": "cpu", "max_batch": 4, "max_context": 128}
 DRAFT = "pico-gqa-assistant"
 ARMS = dict.fromkeys(("verify", "draft_loop"), ("eager", "full")) | {"seed_step": ("eager", "graph", "fused")}
+
+OTHERS = {name: arms[1] for name, arms in ARMS.items()} | {"draft_sampler": "graph"}
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def test_a_whole_speculative_step_is_profiled_by_arm_of_the_seed_and_keeps_nothi
 def test_without_a_draft_the_toggles_exist_and_their_runners_say_what_is_missing(name):
     with cglab.open("pico-gqa", **SIZES | {"max_batch": 1}) as lab:
         setattr(lab.captures, name, "eager")
-        for ask in (lab.runner, lambda **given: lab.compare(**given, arms=("eager", ARMS[name][1]))):
+        for ask in (lab.runner, lambda **given: lab.compare(**given, arms=("eager", OTHERS[name]))):
             with pytest.raises(
                 errors.ToggleError, match=f"{name} needs a draft model .* open it with draft="
             ):
@@ -202,7 +204,7 @@ def test_a_tree_is_drafted_and_accepted(prompts, plain):
     with cglab.open("pico-gqa", draft=DRAFT, speculation=cglab.Speculation(3, 3, 8), **SIZES) as lab:
         found = lab.generate(prompts, 40, stop_at_end=False)
         assert found.tokens == plain.tokens and found.speculation["verify"].share == 1.0
-        for name in DRAFTING:
+        for name in ARMS:
             compared = lab.compare(name, ARMS[name], batch=3, context=40, repeats=1)
             assert {each.verdict for each in compared.parity.values()} == {"bitwise"}
 
