@@ -21,7 +21,7 @@ KINDS = {
         "train_assistant.py",
     ),
     BLOCK_DRAFT: (
-        "a block draft (all tokens of a block at once, over keys and values projected from\nits target's layers)",
+        "a block draft (all tokens of a block at once, over keys and values projected\nfrom its target's layers)",
         "train_block_draft.py",
     ),
 }
@@ -103,8 +103,8 @@ license: psf-2.0
 ---
 # {card["name"]}
 
-A specimen, not a useful model: {what}
-for `{card["target"]}`, trained so that accept length in the lab is that of a trained pair.
+A specimen, not a useful model: {what} for `{card["target"]}`, trained so that accept
+length in the lab is that of a trained pair.
 
 | | |
 | --- | --- |
