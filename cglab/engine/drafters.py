@@ -26,8 +26,9 @@ from cglab.errors import InputError
 from cglab.models.assistant import Assistant
 from cglab.models.block_draft import BlockDraft, BlockDraftConfig
 from cglab.models.decoder import Decoder
-from cglab.models.draft_tree import Draft
+from cglab.models.draft_tree import Draft, tree_inputs
 from cglab.models.kv import PagedKV
+from cglab.runners import seed_step
 from cglab.runners.base import Runner
 from cglab.runners.block_draft import Drafted
 
@@ -98,10 +99,9 @@ class Drafter(Protocol):
         ...
 
 
-def seeded(output: Sequence[Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def seeded(output: seed_step.Drafted, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a draft loop is given after a seed step that was ``given`` this."""
-    where = {name: given[name] for name in ("request_rows", "seq_lens")}
-    return dict(zip(("topk_p", "topk_index", "hidden"), output, strict=True)) | where
+    return output._asdict() | {name: given[name] for name in ("request_rows", "seq_lens")}
 
 
 class AssistantDrafter:
@@ -152,8 +152,7 @@ class AssistantDrafter:
 
     def proposal(self, output: Draft) -> Proposal:
         """See ``Drafter``."""
-        tree = {"parent_list": output.parent_list, "top_scores_index": output.top_scores_index}
-        return Proposal(output.draft_tokens, tree if self.speculation.topk > 1 else {})
+        return Proposal(output.draft_tokens, tree_inputs(output, self.speculation.topk))
 
     def draft(self, inputs: Mapping[str, Tensor], segments: ForwardSegments) -> Proposal:
         """Seed and loop."""

@@ -23,7 +23,7 @@ from cglab.engine.segments import ForwardSegments
 from cglab.engine.speculation import Speculation
 from cglab.errors import InputError, ModelError
 from cglab.models.decoder import Decoder
-from cglab.models.draft_tree import parents
+from cglab.models.draft_tree import after_newest, parents
 from cglab.models.kv import PagedKV
 from cglab.runners.base import Runner, window_inputs
 from cglab.runners.verify import Verified
@@ -115,8 +115,8 @@ class Speculator:
         return step_inputs(chunks, self._where, self.kv, beside)
 
     def verify_inputs(self, proposal: Proposal, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the verify runner is given; tokens are copied, as its replay may overwrite what was drafted."""
-        tokens = torch.cat((inputs["newest"].unsqueeze(1), proposal.tokens), 1).flatten()
+        """What the verify runner is given."""
+        tokens = after_newest(inputs["newest"], proposal.tokens)
         where = {name: inputs[name] for name in self._where}
         return {"input_ids": tokens, **where, **proposal.tree}
 

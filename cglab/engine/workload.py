@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -101,8 +101,11 @@ def steady_decode(
     shape = (batch, context - 1)
     prompts = torch.randint(0, engine.model.config.vocab_size, shape, generator=generator).tolist()
     requests = [Request(index, prompt, 1) for index, prompt in enumerate(prompts)]
+    policy = engine.scheduler.options
     engine.flush_cache()
     try:
+        # Nobody rides along: the first requests would have their next token before the last prompt is computed.
+        engine.scheduler.options = replace(policy, mixed=False)
         for request in requests:
             engine.submit(request)
             request.limit = 2  # the step's own token is never kept, so it needs no room
@@ -119,6 +122,7 @@ def steady_decode(
         names = DECODE_INPUTS + window_inputs(engine.kv)
         yield DecodeStep(batch, context, step_inputs(_planned(engine), names, engine.kv))
     finally:
+        engine.scheduler.options = policy
         engine.abandon(requests)
         if not compute:
             engine.flush_cache()  # pages that pass for prefixes and were never computed

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cglab.engine.draft_workload import steady_speculation
+from cglab.errors import ToggleError
 from cglab.lab import steps
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.profiles import save_profile, trace_path
-from cglab.lab.techniques import check_arms
+from cglab.lab.techniques import check_arms, technique
 from cglab.measure.ab import interleave
 from cglab.measure.profiling import profile
 from cglab.models.compiled import nothing_compiled
@@ -51,8 +52,14 @@ def compare(
 def trace_whole(
     lab: Lab, name: str, arms: Sequence[str], sizes: Sizes, *, repeats: int, save: str | Path | None
 ) -> Profile:
-    """See ``Lab.profile``: arms of one toggle, each in a whole speculative step."""
-    checked, toggle, traces = check_arms(name, arms), getattr(lab.captures, name), {}
+    """See ``Lab.profile``: arms of one toggle of drafts, each in a whole speculative step."""
+    name = technique(name).name
+    if name not in IN_WHOLE:
+        raise ToggleError(
+            f"whole steps are traced by arm of {' or '.join(IN_WHOLE)}, not of {name}; profile one of them, "
+            "or leave whole out"
+        )
+    checked, toggle, traces = check_arms(name, arms), getattr(lab.captures, name) or "eager", {}
     batch, context = steps.chosen_sizes(name, sizes, lab.sizes).values()
     workload = {"batch": batch, "context": context, "cache": lab.max_context, "ops": lab.ops, **lab.drafted}
     try:

@@ -91,11 +91,8 @@ class VerifyOracles(RequestBatches[VerifyRunner]):
         chunks = [Chunk(request, request.computed, runner.width, last=True) for request in requests]
         names = ("request_rows", "seq_lens", "out_slots", *window_inputs(self.kv))
         drafted = self._draft(len(requests), CHAIN if runner.topk == 1 else TREE)
-        newest = torch.tensor([request.output[-1:] for request in requests])
-        tokens = torch.cat((newest, drafted.draft_tokens), 1)
-        tree = {} if runner.topk == 1 else drafted._asdict()
-        tree.pop("draft_tokens", None)
-        own = {"input_ids": tokens.flatten(), **tree}
+        newest = torch.tensor([request.output[-1] for request in requests])
+        own = draft_tree.verify_inputs(newest, drafted, runner.topk)
         inputs = {name: value.to(self.device) for name, value in own.items()}
         return inputs | step_inputs(chunks, names, self.kv), drafted.draft_tokens.tolist()
 

@@ -19,7 +19,7 @@ from cglab.graphs.coverage import Coverage
 from cglab.runners.base import Runner
 from cglab.runners.block_draft import BlockDraftRunner
 from cglab.runners.draft_loop import DraftLoopRunner
-from cglab.runners.seed_step import SeedRunner
+from cglab.runners.seed_step import Drafted, SeedRunner
 
 
 class Round(ABC):
@@ -79,8 +79,8 @@ class SeedRound(Round):
         """See ``Round``."""
         if self.seed is not None:
             yield self.seed, step
-            output = [each.clone() for each in self.seed.run_live_eager(step.live, **step.inputs)]
-            step = replace(step, inputs=seeded(output, step.inputs))
+            drafted = self.seed.run_live_eager(step.live, **step.inputs)
+            step = replace(step, inputs=seeded(Drafted(*(each.clone() for each in drafted)), step.inputs))
         yield self.loop, step
 
     def coverage(self) -> Coverage:

@@ -16,6 +16,7 @@ from cglab.models.block_draft import BlockDraft, BlockDraftConfig, require_fit, 
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
 from cglab.models.draft_cache import Feeder, draft_cache
+from cglab.models.draft_tree import check_branches
 from cglab.models.drafts import DraftModel, DraftSource, LoadedDraft, find_draft, load_draft
 from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel
@@ -38,11 +39,13 @@ class DraftPlan(NamedTuple):
         name: what it was opened by.
         source: its shape and folder.
         speculation: steps, top-k and tokens.
+        seed_graph: whether the seed step may be captured; False for ``CGLAB_DISABLE_SEED_GRAPH=1``.
     """
 
     name: str
     source: DraftSource
     speculation: Speculation
+    seed_graph: bool
 
 
 class Drafting(NamedTuple):
@@ -137,8 +140,10 @@ def plan_draft(
         target: shape of the model that it drafts for.
 
     Raises:
-        InputError: for speculation without a draft, of another kind, or of another length than a draft's blocks.
+        InputError: for speculation without a draft, of another kind, of another length than a draft's blocks, or
+            that the target cannot score.
         ModelError: if there is no such draft, or it is another target's.
+        ToggleError: for a setting of the environment that is not good.
     """
     if speculation is not None and not isinstance(speculation, Speculation):
         raise InputError(f"speculation is {speculation!r}; give a Speculation(steps, topk, tokens)")
@@ -150,7 +155,9 @@ def plan_draft(
     if isinstance(source.config, BlockDraftConfig):
         speculation = speculation or Speculation(steps=source.config.block_size - 1)
         require_block(source.config, speculation)
-    return DraftPlan(str(name), source, speculation or Speculation())
+    sizes = speculation or Speculation()
+    check_branches(sizes.steps, sizes.topk, vocabulary=target.vocab_size, window=target.sliding_window)
+    return DraftPlan(str(name), source, sizes, settings.read_settings().seed_graph)
 
 
 def _fitting(name: str | Path, target: ModelConfig, block_size: int = BLOCK) -> DraftSource:
@@ -180,8 +187,7 @@ def open_draft(plan: DraftPlan, target: Decoder, kv: PagedKV, *, seed: int = 0) 
         ModelError: as ``load_draft``.
     """
     loaded = load_draft(plan.source, target, seed=seed)
-    seed_graph = settings.read_settings().seed_graph
-    facts = {"seed_graph": seed_graph, "name": plan.name, "weights": loaded.weights}
+    facts = {"seed_graph": plan.seed_graph, "name": plan.name, "weights": loaded.weights}
     return Drafting.over(kv, loaded.model, plan.speculation, **facts)
 
 

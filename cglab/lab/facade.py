@@ -233,9 +233,12 @@ class Lab:
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
             whole: of arms of the seed step or the sampler, the whole speculative step that each is part of.
             **sizes: of the step, as in ``compare``.
+
+        Raises:
+            ToggleError: for an unknown toggle or value, or whole steps of another toggle.
         """
         self._require_open()
-        if whole and name in comparing.IN_WHOLE:
+        if whole:
             return comparing.trace_whole(self, name, arms, sizes, repeats=repeats, save=save)
         return comparing.trace(self, name, arms, sizes, repeats=repeats, save=save)
 

@@ -79,12 +79,14 @@ def mtp(
         A record for each arm of each load.
 
     Raises:
-        InputError: for an unknown load.
+        InputError: for an unknown load, or too few new tokens for a draft.
     """
     large = device.type == "cuda" and not quick
     known = LOADS if large else QUICK_LOADS
     if unknown := [kind for kind in loads if kind not in known]:
         raise InputError(f"no load {unknown[0]!r}; good names: {', '.join(known)}")
+    if new_tokens is not None and new_tokens < 2:
+        raise InputError(f"requests of {new_tokens} new tokens draft nothing; give new_tokens=2 or more")
     run, (target, draft) = new_run(), PAIRS[large]
     for kind in loads:
         asked = known[kind]

@@ -18,6 +18,10 @@ from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.record import Record, make_record, new_run
 from cglab.models.ops import good_ops
 
+UNCOUNTED = (
+    "Tokens per pass are over all passes, those that only repeat included: bench accept counts by the rule."
+)
+
 
 def recovery(device: torch.device, *, quick: bool = False, progress: Progress = silent) -> list[Record]:
     """An exception at recorded operations of a captured decode step; after each, a right step and a right capture.
@@ -156,7 +160,7 @@ def speculation(
                 weights="trained", dtype=found.dtype,
                 metrics=_flat(found) | {"tokens_per_pass": accepted.tokens_per_pass},
                 workload={**sizes, "topk": form.topk, "padding": form.padding, "ops": used},
-                notes="; ".join(map(str, found.mismatches[:3])),
+                notes="; ".join(map(str, found.mismatches[:3])) or UNCOUNTED,
             )  # fmt: skip
 
 

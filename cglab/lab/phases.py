@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from cglab.engine.load import Load
-from cglab.errors import ClosedError, ToggleError
+from cglab.errors import ClosedError, InputError, ToggleError
 from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
@@ -29,16 +28,7 @@ from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
 from cglab.settings import SEED_GRAPH_SWITCH
 
-log = logging.getLogger("cglab.lab")
 R = TypeVar("R", bound=Runner[Any])
-
-LOG_NAMES = {
-    "verify": "target verify",
-    "draft_loop": "Frozen-KV MTP draft",
-    "seed_step": "Frozen-KV MTP seed",
-    "draft_sampler": "DFLASH draft",
-}
-"""What the log calls a phase, after S0's server log."""
 
 PREFILL_LIMIT = 512
 """Tokens up to which prefill steps are captured by default: beyond it a graph wins nothing, and padding costs.
@@ -184,7 +174,16 @@ class LabPhases:
         return self._runner("draft_sampler", name, make, self._options(backend))
 
     def for_load(self, load: Load) -> dict[str, Runner[Any]]:
-        """The runners that a load needs, by phase; one without a second token never decodes."""
+        """The runners that a load needs, by phase; one without a second token never decodes.
+
+        Raises:
+            InputError: for a load at a temperature where drafts are accepted greedily.
+        """
+        if load.temperature > 0 and self.drafting is not None:
+            raise InputError(
+                f"the load samples at temperature {load.temperature:g}, and drafts are accepted greedily; "
+                "give temperature 0, or open the model without a draft"
+            )
         needed: dict[str, Runner[Any]] = {"prefill": self.prefill()}
         if load.most_new_tokens > 1:
             needed |= self.for_decoding(sampling=load.temperature > 0)
@@ -230,16 +229,8 @@ class LabPhases:
         """The runner of a phase and mode; captured, once."""
         made = self._made.setdefault(phase, {})
         if name not in made:
-            runner, said = make(options), LOG_NAMES.get(phase) if options.backend != "eager" else None
-            if said:
-                log.info("Capture %s graph begin.", said)
+            runner = make(options)
             runner.capture()
-            if said:
-                log.info(
-                    "Capture %s graph end (captured %d batch sizes).",
-                    said,
-                    len(runner.captured.captured_sizes),
-                )
             made[name] = runner  # not before: one that was interrupted is captured anew
         return cast("R", made[name])
 

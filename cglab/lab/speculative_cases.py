@@ -23,6 +23,7 @@ from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Request
 from cglab.engine.speculation import Speculation
 from cglab.engine.speculator import Speculator
+from cglab.errors import InputError
 from cglab.graphs.buckets import exact_sizes
 from cglab.graphs.options import Options
 from cglab.graphs.out_forms import same_bits
@@ -266,7 +267,15 @@ def check_speculation(
 
     Yields:
         A verdict for each form, and what became of its drafts.
+
+    Raises:
+        InputError: for no prompts, more than the largest bucket holds, or too few new tokens for a draft.
     """
+    if not 1 <= prompts <= BUCKETS[-1] or new_tokens < 2:
+        raise InputError(
+            f"{prompts} prompts of {new_tokens} new tokens make no batch that drafts; give 1 to {BUCKETS[-1]} prompts, "
+            "the largest bucket, and 2 tokens or more"
+        )
     loaded, chosen = load_model("pico-gqa", device=device, dtype=dtype), check_ops(ops, device)
     texts = held_out(prompts)
     for (topk, padding, block), group in groupby(forms, key=lambda form: form[3:]):

@@ -23,7 +23,7 @@ from cglab.errors import ModelError
 from cglab.models.attention import DecodeStep
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Body, Decoder, FeedForward, Portable
-from cglab.models.fields import Fields, read_json
+from cglab.models.fields import draft_fields
 from cglab.models.rotary import rotate
 
 ARCHITECTURE: Final = "FrozenKVAssistant"
@@ -79,14 +79,7 @@ class AssistantConfig:
         Raises:
             ModelError: if it is missing, malformed, or of another kind of model.
         """
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise ModelError(
-                f"{folder} has no config.json: the folder of a draft is expected; check the path"
-            )
-        fields = Fields(read_json(path), path)
-        found = fields.names("architectures") or ["missing"]
-        fields.require("architectures", found[0], [ARCHITECTURE])
+        fields = draft_fields(folder, ARCHITECTURE)
         kinds = fields.names("layer_kinds") or []
         for kind in kinds:
             fields.require("layer_kinds", kind, KINDS)
@@ -230,6 +223,11 @@ class Assistant(nn.Module):
             raise ModelError("the assistant is bound to no target; call bind(target) before its first step")
         return self._targets[0]
 
+    @property
+    def rotary(self) -> Tensor:
+        """[max_position, 2, head_dim], the target's rotary table."""
+        return self.target.rotary
+
     def bind(self, target: Decoder) -> None:
         """Shares a target's embedding, head and rotary table: before any capture, which bakes in where they lie (P85).
 
@@ -264,7 +262,7 @@ class Assistant(nn.Module):
         if embeddings is None:
             embeddings = self.target.embedding(input_ids)
         state = self.pre(torch.cat((embeddings * self.scale, hidden), dim=-1))
-        state = self.body(self, state, turns(self.target.rotary, positions), attend)
+        state = self.body(self, state, turns(self.rotary, positions), attend)
         after = self.post(state)
         return self.target.logits(after) if self.head is None else self.head(state), after
 

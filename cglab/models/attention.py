@@ -59,7 +59,7 @@ class _PoolStep:
         unseen = position > last if tree is None else position >= first.unsqueeze(1)
         if pool.window is not None and width > 1:  # a single query's context starts with its window
             unseen = unseen | (position <= last - pool.window)
-        if seen_in_tree is not None:  # a tree is no deeper than a window
+        if seen_in_tree is not None:  # ``draft_tree.check_branches``: no deeper than a window
             unseen = unseen & ~seen_in_tree
         # Added to the scores: a boolean mask would be turned into this form again in every layer.
         mask = torch.zeros(unseen.shape, device=unseen.device, dtype=pool.keys.dtype)

@@ -19,7 +19,7 @@ from torch.nn.utils import skip_init
 from cglab.errors import ModelError
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Block, Body, Decoder, Portable
-from cglab.models.fields import Fields, read_json
+from cglab.models.fields import draft_fields
 from cglab.models.kv import CacheAttention
 
 ARCHITECTURE: Final = "BlockDraft"
@@ -85,14 +85,7 @@ class BlockDraftConfig:
         Raises:
             ModelError: if it is missing, malformed, or of another kind of model.
         """
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise ModelError(
-                f"{folder} has no config.json: the folder of a draft is expected; check the path"
-            )
-        fields = Fields(read_json(path), path)
-        found = fields.names("architectures") or ["missing"]
-        fields.require("architectures", found[0], [ARCHITECTURE])
+        fields = draft_fields(folder, ARCHITECTURE)
         return cls(
             **{name: fields.integer(name) for name in SIZES},
             mask_token_id=fields.integer("mask_token_id", least=0), context_layers=fields.tokens("context_layers"),

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cglab.errors import InputError
+
 
 class Level(NamedTuple):
     """The candidates of one step.
@@ -45,6 +47,28 @@ class Draft(NamedTuple):
     parent_list: Tensor
     top_scores_index: Tensor
     draft_tokens: Tensor
+
+
+def check_branches(steps: int, topk: int, *, vocabulary: int, window: int | None = None) -> None:
+    """Refuses a draft that a target cannot score.
+
+    Args:
+        steps: of the draft.
+        topk: candidates drafted from at each step.
+        vocabulary: tokens of the target.
+        window: tokens that its sliding-window layers see, the query's own included; None without such layers. A node
+            sees its whole way to the root, and so a branch that is longer would see more than plain decoding.
+
+    Raises:
+        InputError: for branches that there are no tokens for, or that are longer than the window.
+    """
+    if not 1 <= topk <= vocabulary:
+        raise InputError(f"topk {topk} is none; give 1 to {vocabulary}")
+    if topk > 1 and window is not None and steps >= window:
+        raise InputError(
+            f"a tree of {steps} steps is deeper than the window of {window} tokens that the target sees; "
+            f"give at most {window - 1} steps, or topk=1"
+        )
 
 
 def candidate_count(steps: int, topk: int) -> int:
@@ -108,6 +132,32 @@ def organize(levels: Sequence[Level], count: int) -> Draft:
     drafted_from = [level.chosen + level.first for level in levels[:-1]]
     parents = torch.cat((torch.full_like(kept[:, :1], -1), *drafted_from), 1)
     return Draft(parents, kept, tokens.gather(1, kept))
+
+
+def verify_inputs(newest: Tensor, draft: Draft, topk: int) -> dict[str, Tensor]:
+    """What a verify pass reads of a draft.
+
+    Args:
+        newest: [R] int64, the token that each draft starts from.
+        draft: of each request.
+        topk: candidates drafted from at each step; a chain needs no tree.
+
+    Returns:
+        ``input_ids`` [R * D] int64; of trees ``parent_list`` and ``top_scores_index`` as well, as they are.
+    """
+    return {"input_ids": after_newest(newest, draft.draft_tokens), **tree_inputs(draft, topk)}
+
+
+def after_newest(newest: Tensor, draft_tokens: Tensor) -> Tensor:
+    """[R * D] int64: the tokens of a verify pass, a copy of what was drafted, which its replay may overwrite."""
+    return torch.cat((newest.unsqueeze(1), draft_tokens), 1).flatten()
+
+
+def tree_inputs(draft: Draft, topk: int) -> dict[str, Tensor]:
+    """``parent_list`` and ``top_scores_index`` as they are; nothing for a chain."""
+    if topk == 1:
+        return {}
+    return {"parent_list": draft.parent_list, "top_scores_index": draft.top_scores_index}
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

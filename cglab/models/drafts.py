@@ -105,6 +105,8 @@ def find_draft(name_or_folder: str | Path) -> DraftSource:
     Raises:
         ModelError: if there is no such draft, or it is none.
     """
+    if not isinstance(name_or_folder, str | Path):
+        raise ModelError(f"a draft is named by a string or a path, not by {name_or_folder!r}")
     text = str(name_or_folder)
     if text in DRAFT_PRESETS:
         return DraftSource(DRAFT_PRESETS[text], None)

@@ -99,3 +99,18 @@ class Fields:
         """What to raise for a field that is missing or wrong."""
         fact = "missing" if value is None else repr(value)
         return ModelError(f"{self.path}: {name} is {fact}, {good} is expected; fetch the file again")
+
+
+def draft_fields(folder: str | Path, architecture: str) -> Fields:
+    """The ``config.json`` of a draft model of one kind.
+
+    Raises:
+        ModelError: if it is missing, cannot be read, or is of another kind.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json: the folder of a draft is expected; check the path")
+    fields = Fields(read_json(path), path)
+    found = fields.names("architectures") or ["missing"]
+    fields.require("architectures", found[0], [architecture])
+    return fields

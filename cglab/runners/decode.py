@@ -66,8 +66,8 @@ class DecodeRunner(RequestRunner[Decoder]):
 
     def declare(self) -> dict[str, Input]:
         """A token, its position and its place for each request; and how it is to be drawn."""
-        context = len(self.kv.context_positions)
-        step = {"input_ids": whole(0, self.vocabulary), "positions": whole(0, context), **self.stores()}
+        positions = whole(0, self.longest)
+        step = {"input_ids": whole(0, self.vocabulary), "positions": positions, **self.stores()}
         drawing = {"temperatures": TEMPERATURES, "seeds": whole(-(2**63), 2**63 - 1)}
         return step | drawing if self.sampling else step
 

@@ -48,7 +48,7 @@ class DraftLoopRunner(DraftRunner):
         InputError: if a draft of so many steps and branches does not have so many tokens.
     """
 
-    technique, title, tokens_at = "draft_loop", "frozen-KV MTP draft", 2
+    technique, title, tokens_at = "draft_loop", "Frozen-KV MTP draft", 2
 
     def __init__(
         self,

@@ -78,6 +78,7 @@ class RequestRunner(Runner[int], Generic[Model]):
         tokens_at: the place of the token ids among the outputs.
         live: how many requests attention's breaks see.
         declared: static inputs by name.
+        longest: tokens that a request can have: the cache ends with a page, the model where its positions do.
     """
 
     title: ClassVar[str]
@@ -97,6 +98,7 @@ class RequestRunner(Runner[int], Generic[Model]):
         self.model: Model = model
         self.kv, self.width, self.live = kv, width, LiveRows()
         self.vocabulary = model.config.vocab_size
+        self.longest = min(len(kv.context_positions), len(model.rotary))
         self.declared = self.declare()
         self.inputs = tuple(self.declared)
         super().__init__(group, buckets, AddressContract({**watched, **kv.watched()}), options)
@@ -109,7 +111,7 @@ class RequestRunner(Runner[int], Generic[Model]):
         """Rows and lengths of the requests: what every phase reads."""
         return {
             "request_rows": whole(0, len(self.kv.full.page_table)),
-            "seq_lens": whole(self.width, len(self.kv.context_positions) + 1, pad=self.width),
+            "seq_lens": whole(self.width, self.longest + 1, pad=self.width),
         }
 
     def stores(self) -> dict[str, Input]:
@@ -125,8 +127,11 @@ class RequestRunner(Runner[int], Generic[Model]):
 
     def vary(self, views: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """See ``Runner``."""
-        for name, view in views.items():
-            view.copy_(self.declared[name].draw(tuple(view.shape), generator))
+        for (
+            name,
+            declared,
+        ) in self.declared.items():  # in this order, or the same seed would draw other values
+            views[name].copy_(declared.draw(tuple(views[name].shape), generator))
 
     def attend(
         self, inputs: Mapping[str, Tensor], *, live: LiveRows | None = None, **step: Any
@@ -168,7 +173,10 @@ class RequestRunner(Runner[int], Generic[Model]):
         self.set_live(views["request_rows"].shape[0])
 
     def capture(self) -> None:
-        """See ``Runner``; logged as a server does."""
+        """See ``Runner``; logged as S0's server does."""
+        if self.backend == "eager":
+            super().capture()
+            return
         log.info("Capture %s graph begin.", self.title)
         super().capture()
         sizes = len(self.captured.captured_sizes)

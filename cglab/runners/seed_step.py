@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cglab.errors import InputError
 from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.options import Options
 from cglab.models.assistant import Assistant, FrozenAttention
 from cglab.models.attention import LiveRows
+from cglab.models.draft_tree import check_branches
 from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup
 from cglab.runners.requests import Input, RequestRunner, real, whole
@@ -40,6 +40,20 @@ class Prefix(NamedTuple):
 
     attend: FrozenAttention
     positions: Tensor
+
+
+class Drafted(NamedTuple):
+    """What a step of a draft hands to the next one, under the names of the loop's inputs.
+
+    Attributes:
+        topk_p: [rows, k] float32, the most likely tokens' probabilities, descending.
+        topk_index: [rows, k] int64, these tokens.
+        hidden: [rows, backbone_size], hidden states.
+    """
+
+    topk_p: Tensor
+    topk_index: Tensor
+    hidden: Tensor
 
 
 class DraftRunner(RequestRunner[Assistant]):
@@ -70,8 +84,7 @@ class DraftRunner(RequestRunner[Assistant]):
         *,
         topk: int,
     ) -> None:
-        if not 1 <= topk <= assistant.config.vocab_size:
-            raise InputError(f"topk {topk} is none; give 1 to {assistant.config.vocab_size}")
+        check_branches(1, topk, vocabulary=assistant.config.vocab_size)
         self.topk = topk
         borrowed = ["target.embedding", "target.rotary"] + ["target.head"] * (assistant.head is None)
         watched = {name: partial(attrgetter(name), assistant) for name in borrowed}
@@ -113,7 +126,7 @@ class DraftRunner(RequestRunner[Assistant]):
 
     def draft(
         self, input_ids: Tensor, hidden: Tensor, prefix: Prefix, embeddings: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Drafted:
         """One forward and its most likely tokens: the seed step, and every step of the loop.
 
         Args:
@@ -121,36 +134,29 @@ class DraftRunner(RequestRunner[Assistant]):
             hidden: [rows, backbone_size].
             prefix: of these rows.
             embeddings: [rows, backbone_size], instead of those of ``input_ids``.
-
-        Returns:
-            Probabilities [rows, k] float32, descending; their tokens [rows, k] int64; hidden states
-            [rows, backbone_size].
         """
         logits, hidden = self.model(input_ids, hidden, prefix.positions, prefix.attend, embeddings=embeddings)
         probabilities = logits.softmax(-1, dtype=torch.float32)
         best = probabilities.max(-1, keepdim=True) if self.topk == 1 else probabilities.topk(self.topk)
-        return best[0], best[1], hidden
+        return Drafted(best[0], best[1], hidden)
 
 
 class SeedRunner(DraftRunner):
     """The seed step in a graph of its own; see ``DraftRunner``."""
 
-    technique, title = "seed_step", "frozen-KV MTP seed"
+    technique, title = "seed_step", "Frozen-KV MTP seed"
 
     def declare(self) -> dict[str, Input]:
         """See ``seed``."""
         return self.seed()
 
-    def step(self, **inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, **inputs: Tensor) -> Drafted:
         """The seed step.
 
         Args:
             **inputs: ``input_ids`` [requests] int64, ``hidden`` [requests, backbone_size], ``request_rows`` and
                 ``seq_lens`` [requests] int64, the tokens in the cache; eager also ``embeddings``
                 [requests, backbone_size] and ``positions`` [axes, requests].
-
-        Returns:
-            See ``draft``.
         """
         return self.draft(
             inputs["input_ids"], inputs["hidden"], self.frozen(inputs), inputs.get("embeddings")

@@ -8,8 +8,8 @@ page tables, the width, and the input slots. Nothing of a batch is read on the h
 width long, at the reserved row 0, and store to the reserved slot 0.
 
 It cannot: serve another width, as that is another step (P4), or a batch above its largest bucket; each of these runs
-eager, with its reason. Which tokens are accepted is not its business, and what rejected ones stored is overwritten by
-the next step.
+eager, with its reason. A tree deeper than a sliding window is refused. Which tokens are accepted is not its business,
+and what rejected ones stored is overwritten by the next step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class VerifyRunner(RequestRunner[Decoder]):
         feeder: of a block draft, whose cache is then filled in the same recording.
 
     Raises:
-        InputError: for a feeder and branches: its cache is not moved to an accepted path.
+        InputError: for more branches than there are tokens, a tree deeper than a sliding window, or a feeder and
+            branches: its cache is not moved to an accepted path.
     """
 
     technique, title = "verify", "target verify"
@@ -89,6 +90,9 @@ class VerifyRunner(RequestRunner[Decoder]):
         hidden: bool = True,
         feeder: Feeder | None = None,
     ) -> None:
+        draft_tree.check_branches(
+            steps, topk, vocabulary=model.config.vocab_size, window=model.config.sliding_window
+        )
         if feeder is not None and topk > 1:
             raise InputError(f"a block draft is a chain and topk is {topk}; give topk=1 with a feeder")
         self.topk, self.parents, self.hidden, self.feeder = topk, (steps - 1) * topk + 1, hidden, feeder

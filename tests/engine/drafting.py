@@ -152,15 +152,7 @@ class Models:
             config, pages=pages, page_size=4, rows=rows, max_context=max_context, device=device, dtype=torch.float32,
             window_pages=pages if windowed else None,
         )  # fmt: skip
-        kinds = ("sliding", "full") if windowed else ("full",)
-        shape = AssistantConfig(
-            config.vocab_size, config.hidden_size, 16, 24, kinds, num_heads=4, num_kv_heads=2, head_dim=8
-        )
-        self.assistant = Assistant(shape, device=device, dtype=torch.float32).requires_grad_(
-            requires_grad=False
-        )
-        fill_randomly(self.assistant, len(kinds), 1)
-        self.assistant.bind(self.target)
+        self.assistant = assistant_of(self.target)
 
 
 class Bench:

@@ -255,6 +255,14 @@ def test_a_step_writes_only_slots_of_running_requests(bench):
     assert settled(engine)
 
 
+@pytest.mark.parametrize("compute", [True, False])
+def test_a_step_is_held_where_requests_ride_along_too(bench, compute):
+    engine = bench(mixed=True)
+    with steady_decode(engine, 3, 12, compute=compute) as step:
+        assert step.inputs["seq_lens"].tolist() == [12] * 3
+    assert settled(engine) and engine.scheduler.options.mixed
+
+
 def test_a_step_without_computed_prompts_is_of_the_same_size_and_its_pages_pass_for_no_prefix(bench):
     engine = bench()
     with steady_decode(engine, 3, 12) as step:

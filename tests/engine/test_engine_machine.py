@@ -48,7 +48,8 @@ MODES = [
     ("full", "breakable", {}, Speculation(2, 2), assistant_drafting),
     ("full", "breakable", {}, Speculation(3), block_drafting),
 ]
-SEQUENCES = 200
+SEQUENCES = 29
+"""Of each mode: somewhat over two hundred in all."""
 TIE = 1e-4
 """Scores this close may change places: a batch sums in another order."""
 TOKENS = st.integers(0, VOCABULARY - 1)
@@ -144,21 +145,20 @@ class Guide(Prophet):
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Adds, cancels, fails and steps in any order, on a fresh engine over the recordings of one of ``worlds``."""
+    """Adds, cancels, fails and steps in any order, on a fresh engine over the recordings of ``world``."""
 
-    worlds: list
+    world: World
     seen: Counter
     added = Bundle("added")
 
     @initialize(
-        mode=st.sampled_from(range(len(MODES))), budget=st.integers(4, LARGEST_BUDGET),
-        running=st.none() | st.integers(2, 5), reuse=st.booleans(), mixed=st.booleans(),
+        budget=st.integers(4, LARGEST_BUDGET), running=st.none() | st.integers(2, 5),
+        reuse=st.booleans(), mixed=st.booleans(),
     )  # fmt: skip
-    def open(self, mode, budget, running, reuse, mixed):
-        self.world = self.worlds[mode]
+    def open(self, budget, running, reuse, mixed):
         options = SchedulerOptions(budget, max_running=running, prefix_reuse=reuse, mixed=mixed)
         self.engine = self.world.engine(options)
-        self.requests, self.events, self.happened = [], [], {f"mode {mode}"}
+        self.requests, self.events, self.happened = [], [], set()
 
     def busy(self):
         return not self.engine.idle
@@ -278,21 +278,41 @@ class EngineMachine(RuleBasedStateMachine):
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_two_hundred_random_lives_of_the_engine(device):
-    worlds, seen = [World(torch.device(device), *mode) for mode in MODES], Counter()
-    machine = type("Lives", (EngineMachine,), {"worlds": worlds, "seen": seen})
-    try:
-        run_state_machine_as_test(
-            machine,
-            settings=settings(
-                max_examples=SEQUENCES, stateful_step_count=20, deadline=None, derandomize=True, database=None
-            ),
-        )
-        for world in worlds:
-            names = ("prefill", "verify") if world.speculation else ("prefill", "decode")
-            found = [coverage for name in names for coverage in world.phases.coverage(name).values()]
-            assert len(found) == (2 if world.speculation else 3), "decode with and without draws"
-            assert all(coverage.captured > coverage.eager for coverage in found)
-    finally:
-        for world in worlds:
+    seen = Counter()
+    for mode in MODES:
+        world = World(torch.device(device), *mode)
+        machine = type("Lives", (EngineMachine,), {"world": world, "seen": seen})
+        try:
+            run_state_machine_as_test(
+                machine,
+                settings=settings(
+                    max_examples=SEQUENCES,
+                    stateful_step_count=20,
+                    deadline=None,
+                    derandomize=True,
+                    database=None,
+                ),
+            )
+            check_coverage(world, *mode[:2])
+        finally:
             world.close()
-    assert len(seen) == 11 + len(MODES) and min(seen.values()) >= 10, seen
+    assert len(seen) == 11, seen
+
+
+def check_coverage(world, decode, prefill):
+    """Every kind of step replayed, and none went eager for another reason than those meant.
+
+    How often is chance: what the drawn requests ask for differs with the versions of all that draws them.
+    """
+    forms = {"prefill": 1, "verify": 1} if world.speculation else {"prefill": 1, "decode": 2}
+    for name, count in forms.items():
+        found = world.phases.coverage(name)
+        assert len(found) == count, "decode with and without draws"
+        meant = (
+            {"WASTE_CEILING"} | ({"MORE_KEYS"} if prefill == "full" else set())
+            if name == "prefill"
+            else set()
+        )
+        for form, coverage in found.items():
+            assert coverage.captured > 0, f"{name} ({form}) never replayed"
+            assert set(coverage.misses) <= meant, f"{name} ({form}) went eager: {coverage.last_facts}"

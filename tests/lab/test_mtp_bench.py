@@ -65,3 +65,10 @@ def test_the_loads_are_s0_s_lengths_and_80_requests_for_chat():
 def test_an_unknown_load_is_told_before_a_model_is_opened():
     with pytest.raises(InputError, match="no load 'talk'; good names: chat, summarisation"):
         next(mtp(CPU, quick=True, loads=("talk",)))
+
+
+@pytest.mark.parametrize("new_tokens", [0, 1])
+def test_requests_that_never_draft_are_told_before_a_model_is_opened(monkeypatch, new_tokens):
+    monkeypatch.setattr("cglab.lab.mtp_bench.open_lab", None)
+    with pytest.raises(InputError, match=f"{new_tokens} new tokens draft nothing; give new_tokens=2"):
+        next(mtp(CPU, quick=True, new_tokens=new_tokens))

@@ -8,7 +8,6 @@ import pytest
 import cglab
 from cglab import errors
 from cglab.lab.comparing import WHOLE
-from cglab.lab.techniques import DRAFTING
 from cglab.runners.seed_step import SeedRunner
 
 SIZES = {"device": "cpu", "max_batch": 4, "max_context": 128}
@@ -98,7 +97,8 @@ def test_a_seed_capture_that_fails_leaves_the_step_eager_with_its_reason(monkeyp
 
 
 def test_the_log_says_what_is_captured_and_how_many_sizes_as_s0s_does(caplog):
-    with caplog.at_level(logging.INFO, "cglab.lab"), cglab.open("pico-gqa", draft=DRAFT, **SIZES) as lab:
+    with caplog.at_level(logging.INFO, "cglab"), cglab.open("pico-gqa", draft=DRAFT, **SIZES) as lab:
+        lab.phases.verify("eager")  # captures nothing, and says nothing
         lab.phases.for_decoding()
         lab.phases.for_decoding()
     assert caplog.messages == [
@@ -162,7 +162,12 @@ def test_a_whole_speculative_step_is_profiled_by_arm_of_the_seed_and_keeps_nothi
     assert len(traced.timeline().data) == 3
 
 
-@pytest.mark.parametrize("name", DRAFTING)
+def test_whole_steps_of_another_toggle_are_refused_and_not_left_out(lab):
+    with pytest.raises(errors.ToggleError, match="by arm of seed_step, not of verify"):
+        lab.profile("verify", ARMS["verify"], whole=True, batch=1, context=20, repeats=1)
+
+
+@pytest.mark.parametrize("name", sorted(ARMS))
 def test_without_a_draft_the_toggles_exist_and_their_runners_say_what_is_missing(name):
     with cglab.open("pico-gqa", **SIZES | {"max_batch": 1}) as lab:
         setattr(lab.captures, name, "eager")
@@ -181,12 +186,25 @@ def test_without_a_draft_the_toggles_exist_and_their_runners_say_what_is_missing
         ({"draft": "gemma-31b-like-assistant"}, errors.ModelError, "open its own target"),
         ({"speculation": cglab.Speculation()}, errors.InputError, "needs a draft model"),
         ({"draft": DRAFT, "speculation": 3}, errors.InputError, "give a Speculation"),
+        ({"draft": 3}, errors.ModelError, "named by a string or a path, not by 3"),
+        (
+            {"draft": DRAFT, "speculation": cglab.Speculation(1, 5000, 2)},
+            errors.InputError,
+            "topk 5000.*1 to 4096",
+        ),
     ],
 )
 def test_a_draft_that_does_not_fit_is_refused_before_anything_is_loaded(monkeypatch, options, error, told):
     monkeypatch.setattr("cglab.lab.facade.load_model", None)
     with pytest.raises(error, match=told):
         cglab.open("pico-gqa", **SIZES | options)
+
+
+def test_a_switch_that_is_none_is_told_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr("cglab.lab.facade.load_model", None)
+    monkeypatch.setenv("CGLAB_DISABLE_SEED_GRAPH", "yes")
+    with pytest.raises(errors.ToggleError, match="'yes' is no switch; good values are 0, 1"):
+        cglab.open("pico-gqa", draft=DRAFT, ops="portable", **SIZES)
 
 
 @pytest.mark.parametrize(("given", "context"), [(64, 64), (None, 512), (2048, 2048 - 3)])
@@ -215,3 +233,9 @@ def test_closing_gives_the_draft_back_too(prompts):
     assert lab.close().allocated == 0
     with pytest.raises(errors.ClosedError):
         lab.generate(prompts[:1], 4)
+
+
+def test_a_load_at_a_temperature_is_refused_before_it_starts(lab):
+    load = cglab.Load(2, concurrency=1, prompt_tokens=4, new_tokens=4, temperature=0.5)
+    with pytest.raises(errors.InputError, match="drafts are accepted greedily; give temperature 0"):
+        lab.load(load)

@@ -7,9 +7,11 @@ import torch
 
 from cglab.engine.acceptance import AcceptLengths
 from cglab.engine.speculator import Speculator
+from cglab.errors import InputError
 from cglab.lab.benches import BENCHES
 from cglab.lab.speculative_cases import FORMS, Form, check_speculation
 from cglab.runners.draft_loop import DraftLoopRunner
+from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
 
 CPU = torch.device("cpu")
@@ -68,6 +70,15 @@ def test_captures_are_bitwise_on_a_gpu(dtype):
         assert found.ok and found.captured == found.steps, str(found)
 
 
+@pytest.mark.parametrize(("prompts", "new_tokens"), [(0, 9), (25, 9), (-1, 9), (3, 1), (3, 0)])
+def test_a_batch_that_never_drafts_or_fits_no_bucket_is_told_before_a_model_is_loaded(
+    monkeypatch, prompts, new_tokens
+):
+    monkeypatch.setattr("cglab.lab.speculative_cases.load_model", None)
+    with pytest.raises(InputError, match="give 1 to 24 prompts, the largest bucket, and 2 tokens"):
+        next(check_speculation(CPU, prompts=prompts, new_tokens=new_tokens))
+
+
 def found_by(oracle, form=FORMS[-1]):
     ((_, found, _),) = check_speculation(CPU, forms=[form], prompts=3, new_tokens=8)
     assert not found.ok
@@ -79,7 +90,7 @@ def test_a_draft_that_is_accepted_though_the_target_says_otherwise_is_caught(mon
     assert found_by(2, Form("eager", "eager", "eager"))
 
 
-@pytest.mark.parametrize("runner", [DraftLoopRunner, VerifyRunner])
+@pytest.mark.parametrize("runner", [SeedRunner, DraftLoopRunner, VerifyRunner])
 def test_a_captured_step_that_is_not_the_eager_one_is_caught(monkeypatch, runner):
     eager = runner.run_padded_eager
 

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,15 +16,18 @@ from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.out_forms import same_bits
 from cglab.models.attention import DecodeAttention, LiveRows
 from cglab.runners.base import GraphGroup, Runner
+from cglab.runners.block_draft import BlockDraftRunner
 from cglab.runners.decode import INPUTS, DecodeRunner
 from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.prefill import PrefillRunner
 from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
 
+from .conftest import CONFIG, World
+
 TESTED = {
     "decode": DecodeRunner, "prefill": PrefillRunner,
-    "seed_step": SeedRunner, "draft_loop": DraftLoopRunner, "verify": VerifyRunner,
+    "seed_step": SeedRunner, "draft_loop": DraftLoopRunner, "verify": VerifyRunner, "block_draft": BlockDraftRunner,
 }  # fmt: skip
 """Techniques that have a suite, here or in a file of their own; the completeness test keeps it whole."""
 
@@ -40,6 +44,26 @@ def test_every_technique_of_the_runners_is_tested_here():
             if issubclass(kind, Runner) and not inspect.isabstract(kind):
                 found[kind.technique] = kind
     assert found == TESTED, "a new runner belongs into TESTED and into the parity suite"
+
+
+class ShortWorld(World):
+    """Its positions end in the middle of the cache's last page."""
+
+    config = replace(CONFIG, max_position=13)
+
+
+def test_the_self_check_draws_what_the_model_has_and_the_same_in_any_order_of_the_inputs():
+    one = ShortWorld(torch.device("cpu"), buckets=(8,))
+    try:
+        views = one.runner.captured.buffers.view(8)
+        for seed in range(40):
+            one.runner.vary(views, torch.Generator().manual_seed(seed))
+            drawn = {name: view.clone() for name, view in views.items()}
+            assert int(drawn["positions"].max()) < 13 and int(drawn["seq_lens"].max()) <= 13
+            one.runner.vary(dict(reversed(views.items())), torch.Generator().manual_seed(seed))
+            assert all(torch.equal(view, drawn[name]) for name, view in views.items())
+    finally:
+        one.close()
 
 
 @pytest.mark.parametrize("technique", TESTED)

@@ -225,10 +225,10 @@ def test_captures_are_logged_as_a_server_does(shared, also, caplog):
         for phase in ("loop", "seed"):
             also(one, phase, options_for("full"), (1, 2))
     assert [record.getMessage() for record in caplog.records if record.name == "cglab.runners"] == [
-        "Capture frozen-KV MTP draft graph begin.",
-        "Capture frozen-KV MTP draft graph end (captured 2 batch sizes).",
-        "Capture frozen-KV MTP seed graph begin.",
-        "Capture frozen-KV MTP seed graph end (captured 2 batch sizes).",
+        "Capture Frozen-KV MTP draft graph begin.",
+        "Capture Frozen-KV MTP draft graph end (captured 2 batch sizes).",
+        "Capture Frozen-KV MTP seed graph begin.",
+        "Capture Frozen-KV MTP seed graph end (captured 2 batch sizes).",
     ]
 
 

@@ -159,3 +159,15 @@ def test_b73_token_ids_that_leave_a_graph_are_range_checked_in_debug_mode(
     monkeypatch.setattr(one.runner.captured, "replay", garbage)
     with pytest.raises(TokenRangeError, match=rf"token {wrong} at 0 .* 0 to 96"):
         one.runner.run(2, **values)
+
+
+def test_a_tree_deeper_than_a_window_would_see_too_much_and_is_refused(shared):
+    """A node sees its whole way to the root; plain decoding forgets what left the window (it gave other tokens)."""
+    one = shared("verify", "full", topk=3, windows=True)
+    about = (one.model, one.kv, one.group, (1,), Options("eager"))
+    VerifyRunner(*about, width=7, topk=3, steps=5).close()
+    VerifyRunner(*about, width=7, steps=6).close()  # a chain's mask knows the window
+    with pytest.raises(
+        InputError, match="6 steps is deeper than the window of 6 .* at most 5 steps, or topk=1"
+    ):
+        VerifyRunner(*about, width=7, topk=3, steps=6)
