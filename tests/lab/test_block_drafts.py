@@ -73,7 +73,7 @@ def test_a_load_counts_draft_and_sampler_apart(lab):
 
 
 def test_the_log_says_what_is_captured(caplog):
-    with caplog.at_level(logging.INFO, "cglab.lab"), cglab.open("pico-gqa", draft=DRAFT, **SIZES) as lab:
+    with caplog.at_level(logging.INFO, "cglab.runners"), cglab.open("pico-gqa", draft=DRAFT, **SIZES) as lab:
         lab.phases.for_decoding()
     assert caplog.messages[:2] == [
         "Capture DFLASH draft graph begin.", "Capture DFLASH draft graph end (captured 4 batch sizes)."

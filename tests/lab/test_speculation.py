@@ -163,7 +163,7 @@ def test_a_whole_speculative_step_is_profiled_by_arm_of_the_seed_and_keeps_nothi
 
 
 def test_whole_steps_of_another_toggle_are_refused_and_not_left_out(lab):
-    with pytest.raises(errors.ToggleError, match="by arm of seed_step, not of verify"):
+    with pytest.raises(errors.ToggleError, match="by arm of seed_step or draft_sampler, not of verify"):
         lab.profile("verify", ARMS["verify"], whole=True, batch=1, context=20, repeats=1)
 
 
