@@ -40,7 +40,6 @@ def test_points_of_accounting_are_told_from_real_ones(records):
     assert untimed["sampler_wall_ms"] > 0 and "sampler_wall_ms" not in graph
     points = graph["whole_accounting"] + graph["whole_real"]
     assert points == pytest.approx(graph["whole_percent"] - untimed["whole_percent"])
-    assert "occupancy_percent" not in graph, "so short a run is scraped too seldom for a median"
 
 
 def test_g7_is_computed_from_such_records_once_a_gpu_made_them(records):
