@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,15 @@ if not torch.cuda.is_available():
 
 # The GPU machine may have only what the notebooks need.
 if importlib.util.find_spec("hypothesis"):
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("local", deadline=None)
-    settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+    # A loaded machine is slow, and is no finding. Fixtures that examples share hold what examples leave as it was.
+    unhurried = settings(
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+    settings.register_profile("local", unhurried)
+    settings.register_profile("ci", unhurried, derandomize=True, print_blob=True)
     settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
@@ -45,3 +51,9 @@ def seeded() -> None:
 def root() -> Path:
     """The repository's root."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def environment(root) -> dict[str, str]:
+    """A process's environment in which this checkout's package is found from every folder."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
