@@ -4,6 +4,7 @@ import importlib.util
 import os
 import random
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -37,14 +38,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Start every test from the same seeds, so that an order of tests changes nothing."""
+def seed_all() -> None:
     import numpy as np
 
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - code under test may use the global generator
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start every test from the same seeds, so that an order of tests changes nothing."""
+    seed_all()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> Generator[None, object, object]:
+    """Make what tests share from the same seeds, whichever of them asks first and when."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with torch.random.fork_rng(devices=[]):
+        seed_all()
+        return (yield)
 
 
 @pytest.fixture(scope="session")

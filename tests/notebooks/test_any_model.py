@@ -48,7 +48,7 @@ def test_checked_cells_hold_for_a_model_of_another_kind(path, model, root, envir
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=280,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout
