@@ -1,7 +1,7 @@
 """Runs the command as a user does, and in this process where only its answer matters."""
 
 import json
-import os
+import signal
 import subprocess
 import sys
 
@@ -16,10 +16,12 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("CGLAB_DEVICE", "cpu")
 
 
-@pytest.fixture
-def environment(root):
-    """A process's environment in which this checkout's package is found from every folder."""
-    return {**os.environ, "PYTHONPATH": str(root)}
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Ctrl-C arrives here and in what is started, though a run in a shell's background begins with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -13,17 +13,23 @@ from cglab.runners.decode import DecodeRunner
 
 CPU = torch.device("cpu")
 CHECKED = set(CASES)
+SEQUENCES = {"decode": (50, 4), "prefill": (50, 2)} | dict.fromkeys(
+    ("verify", "draft_loop", "seed_step"), (20, 2)
+)
+"""Of every technique: how many in a test, and from how many seeds. A test takes half a minute of one core."""
 
 
 def test_every_available_technique_is_checked():
-    assert {name for name, each in TECHNIQUES.items() if each.available} == CHECKED
+    assert {name for name, each in TECHNIQUES.items() if each.available} == CHECKED == SEQUENCES.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CHECKED))
-def test_p11_p12_p13_p14_p15_b26_b28_b32_random_sequences_hold_against_three_oracles(name):
-    cases = {"decode": 300, "prefill": 100}.get(name, 40)
-    found = check_technique(name, cases, device=CPU)
+@pytest.mark.parametrize(
+    ("name", "seed"), [(name, seed) for name, (_, seeds) in SEQUENCES.items() for seed in range(seeds)]
+)
+def test_p11_p12_p13_p14_p15_b26_b28_b32_random_sequences_hold_against_three_oracles(name, seed):
+    cases, _ = SEQUENCES[name]
+    found = check_technique(name, cases, device=CPU, seed=seed)
     assert found.ok, str(found)
     assert found.cases == cases and found.steps > 2 * cases and 0.4 < found.captured / found.steps < 0.9
 
