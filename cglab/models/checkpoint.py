@@ -6,9 +6,9 @@ is allocated, so that a wrong folder costs nothing; the copy then holds one tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -71,12 +71,17 @@ def shard_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def check_shards(shards: Iterable[Path], config: ModelConfig) -> None:
+def check_shards(
+    shards: Iterable[Path],
+    config: ModelConfig,
+    layout_of: Callable[[Any], Mapping[str, Piece]] = checkpoint_layout,
+) -> None:
     """Compares the headers of a checkpoint with the shape that ``config.json`` states.
 
     Args:
         shards: the safetensors files.
         config: the shape.
+        layout_of: where each tensor of such a shape goes.
 
     Raises:
         ModelError: if a file is truncated, or a tensor is missing, unknown, there twice, or of the wrong
@@ -90,7 +95,7 @@ def check_shards(shards: Iterable[Path], config: ModelConfig) -> None:
             "weights and configuration are of different models: fetch both again"
         )
     derived = ("lm_head.weight",) if config.tie_embeddings else ()
-    _compare(headers, checkpoint_layout(config), config.architecture, derived)
+    _compare(headers, layout_of(config), config.architecture, derived)
 
 
 def check_draft_shards(shards: Iterable[Path], layout: Mapping[str, Piece], architecture: str) -> None:
