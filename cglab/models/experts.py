@@ -110,15 +110,24 @@ class RoutedExperts(nn.Module):
             live: [T] bool, which of them are no padding; None for all. Padded rows become what is shared.
         """
         routing = self.router(hidden, live)
-        products = grouped if takes_groups(hidden) else every
         gate_up = self.gate_up.view(len(self.router.weight), -1, hidden.shape[1])
-        routed = products(hidden, routing, gate_up, self.down.view(len(gate_up), hidden.shape[1], -1))
+        down = self.down.view(len(gate_up), hidden.shape[1], -1)
+        products = grouped if takes_groups(hidden, down.shape[2]) else every
+        routed = products(hidden, routing, gate_up, down)
         return routed if self.shared is None else routed + self.shared(hidden)
 
 
-def takes_groups(hidden: Tensor) -> bool:
-    """Whether the grouped product of this device and dtype reads no count on the host: all but float32 on a GPU."""
-    return not hidden.is_cuda or hidden.dtype == torch.bfloat16
+def takes_groups(hidden: Tensor, expert_size: int) -> bool:
+    """Whether the grouped product takes these rows and reads no count on the host.
+
+    It asks for rows of whole 16 bytes, and on a GPU it is a kernel for bfloat16 alone.
+
+    Args:
+        hidden: [T, hidden_size].
+        expert_size: inner width of an expert.
+    """
+    whole = all(width * hidden.element_size() % 16 == 0 for width in (hidden.shape[1], expert_size))
+    return whole and (not hidden.is_cuda or hidden.dtype == torch.bfloat16)
 
 
 def grouped(hidden: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> Tensor:

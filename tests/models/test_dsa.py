@@ -1,11 +1,21 @@
-"""The decoder with latent attention against transformers' own, and its forms against each other."""
+"""The decoder with latent attention against transformers' own, and its arms against each other."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import cglab
+from cglab.errors import InputError
+from cglab.models import mla
 from cglab.models.dsa_config import DsaConfig
-from cglab.models.loading import load_model
-from tests.models.latent import LatentRequests
+from cglab.models.indexer import KeyRanges
+from cglab.models.loading import load_model, random_model
+from cglab.models.mla import attend_selected, dense_when_short
+from cglab.models.spans import Span
+from cglab.models.sparse import Breaks, LiveKeys, SparseAttention
+from tests.models.latent import ARMS, TINY, LatentRequests
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -49,3 +59,182 @@ def test_logits_equal_those_of_transformers(fields, tmp_path):
     requests = LatentRequests(ours.model, 1, 48)
     hidden = [requests.step({0: part}) for part in ids.split((17, 1, 22))]
     torch.testing.assert_close(ours.model.logits(torch.cat(hidden)), expected, **CLOSE)
+
+
+@pytest.fixture
+def tiny():
+    """A function that makes a small random model, with fields of its shape replaced."""
+
+    def make(dtype=torch.float32, device="cpu", **fields):
+        return random_model(replace(TINY, **fields), device=device, dtype=dtype, seed=1)
+
+    return make
+
+
+def tokens(*lengths):
+    return [torch.randint(0, 97, (length,)) for length in lengths]
+
+
+STEPS = [{0: 9, 1: 3}, {2: 11, 0: 1}, {1: 8, 0: 2, 2: 1}, {0: 1, 1: 1, 2: 1}]
+"""Fresh, cached, mixed and decode; below ``index_topk`` and above it."""
+
+
+def life(model, step, **options):
+    """Hidden states of all steps, and the cache after them."""
+    torch.manual_seed(5)
+    requests = LatentRequests(model, 3, 24)
+    chunks = [{request: tokens(length)[0] for request, length in lengths.items()} for lengths in STEPS]
+    return [getattr(requests, step)(chunk, **options) for chunk in chunks], requests.kv
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_arm_is_bitwise_the_one_with_all_breaks(tiny, arm, dtype):
+    model = tiny(dtype)
+    expected, kept = life(model, "step", breaks=ARMS["all breaks"])
+    found, held = life(model, "step", breaks=ARMS[arm])
+    assert all(map(torch.equal, found, expected))
+    for name, cached in kept.caches().items():
+        assert held.caches()[name][:, 1:].equal(cached[:, 1:])
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_p78_padding_stores_to_slot_0_only_and_changes_no_live_row(tiny, arm):
+    model = tiny()
+    expected, kept = life(model, "step")
+    found, held = life(model, "step", breaks=ARMS[arm], padding=5, junk=13)
+    for row, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(row, other, **CLOSE)
+    for name, cached in kept.caches().items():
+        torch.testing.assert_close(held.caches()[name][:, 1:], cached[:, 1:], **CLOSE)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_p29_a_poisoned_reserved_page_reaches_no_live_row(tiny, arm):
+    model, poisoned = tiny(), []
+    for junk in (float("nan"), 1e30):
+        torch.manual_seed(5)
+        requests = LatentRequests(model, 3, 24)
+        for lengths in STEPS:
+            for cache in requests.kv.caches().values():
+                cache[:, :4] = junk
+            chunk = {request: tokens(length)[0] for request, length in lengths.items()}
+            poisoned.append(requests.step(chunk, breaks=ARMS[arm], padding=4))
+    clean, _ = life(model, "step", breaks=ARMS[arm], padding=4)
+    assert all(map(torch.equal, poisoned, clean * 2))
+
+
+def test_the_dense_form_is_the_sparse_one_where_every_key_is_kept(tiny):
+    model = tiny(index_topk=24)
+    expected, kept = life(model, "step")
+    found, held = life(model, "dense")
+    for row, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(row, other, **CLOSE)
+    torch.testing.assert_close(held.full.values[:, 1:], kept.full.values[:, 1:], **CLOSE)
+
+
+def test_b81_p37_dense_or_sparse_is_decided_once_by_a_number(tiny):
+    assert dense_when_short(6, 6) and not dense_when_short(7, 6)
+    requests = LatentRequests(tiny(), 1, 24)  # a short step, then one that scores what it stored
+    whole = LatentRequests(tiny(), 1, 24)
+    ids = tokens(20)[0]
+    found = torch.cat((requests.dense({0: ids[:6]}), requests.step({0: ids[6:]})))
+    torch.testing.assert_close(found, whole.step({0: ids}), **CLOSE)
+
+
+def test_a_shared_layer_attends_to_what_the_layer_before_selected(tiny):
+    model = tiny()
+    assert [block.attention.indexer is None for block in model.blocks] == [False, False, True, False]
+    requests = LatentRequests(model, 1, 24)
+    selected, attend = [], SparseAttention.attend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SparseAttention, "attend", lambda self, *a: (selected.append(self.selected), attend(self, *a))[1]
+        )
+        requests.step({0: tokens(14)[0]})
+    assert selected[2] is selected[1] and selected[1] is not selected[0]
+    assert not selected[3].equal(selected[2])
+
+
+def test_sparse_attention_is_the_formula_over_chosen_slots(monkeypatch):
+    query, latents = torch.randn(7, 3, 12), torch.randn(30, 1, 12)
+    chosen = torch.stack([torch.randperm(30)[:5] for _ in range(7)]).int()
+    chosen[2, 3:] = -1
+    chosen[4, :] = -1
+    latents[0] = float("nan")
+    chosen[chosen == 0] = 1
+    out = attend_selected(query, latents, chosen, 0.25, 8)
+    for row in range(7):
+        slots = chosen[row][chosen[row] >= 0].long()
+        keys = latents[slots, 0]
+        likely = (query[row] @ keys.T * 0.25).softmax(-1)
+        expected = likely @ keys[:, :8] if len(slots) else torch.zeros(3, 8)
+        torch.testing.assert_close(out[row], expected, **CLOSE)
+    monkeypatch.setattr(mla, "GATHERED_BYTES", 2 * 5 * 12 * 4)  # two rows at a time
+    assert attend_selected(query, latents, chosen, 0.25, 8).equal(out)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arm", ARMS)
+def test_p39_a_recording_of_every_arm_is_bitwise_padded_eager(tiny, arm, device, dtype):
+    breaks = ARMS[arm]
+    model = tiny(dtype, device)
+    requests = LatentRequests(model, 3, 24)
+    live = LiveKeys(KeyRanges.of([Span(0, 0, 12)], requests.kv.full))
+    # Static keys have one longest, which is above what is kept: the recording scores whatever the step.
+    fixed = {} if breaks.select else {"slots": None, "starts": 0, "seq_lens": 0}
+
+    def step(input_ids, positions, out_slots, **keys):
+        ranges = KeyRanges(**keys, longest=24) if keys else live
+        attend = SparseAttention(
+            requests.kv, out_slots=out_slots, keys=ranges, breaks=breaks, index_topk=TINY.index_topk
+        )
+        return model(input_ids, positions, attend)
+
+    slots = {name: cglab.Slot(pad=0) for name in ("input_ids", "positions", "out_slots")}
+    slots |= {name: cglab.Slot(axis=axis, pad=0) for name, axis in fixed.items()}
+
+    def inputs(lengths):
+        chunk = {request: tokens(length)[0] for request, length in lengths.items()}
+        spans, ids, position, out_slots = requests.place(chunk)
+        keys = live.ranges = KeyRanges.of(spans, requests.kv.full)
+        values = {"input_ids": ids, "positions": position, "out_slots": out_slots}
+        if fixed:
+            room = keys.slots.new_zeros(48 - len(keys.slots))
+            slots = torch.cat((keys.slots, room))
+            values |= {"slots": slots, "starts": keys.starts, "seq_lens": keys.seq_lens}
+        return values
+
+    backend = "breakable" if breaks.select or breaks.experts else "full"
+    with torch.no_grad(), cglab.capture(step, slots=slots, buckets=(12, 16), backend=backend) as captured:
+        for lengths in [{0: 12}, *STEPS[1:], {1: 1, 2: 1}]:
+            values = inputs(lengths)
+            before = {name: cache.clone() for name, cache in requests.kv.caches().items()}
+            rows = len(values["input_ids"])
+            found = captured(**values)[:rows].clone()
+            for name, cache in requests.kv.caches().items():
+                cache.copy_(before[name])
+            expected = step(**{
+                name: F.pad(value, (0, 12 - rows)) if len(value) == rows else value
+                for name, value in values.items()
+            })  # fmt: skip
+            assert found.equal(expected[:rows])
+        assert captured.coverage().eager == 0
+
+
+def test_breaks_come_in_the_order_in_which_they_are_recorded():
+    for wrong in ({"select": False, "prepare": True}, {"attend": True}, {"select": False, "attend": True}):
+        with pytest.raises(InputError, match="recorded before"):
+            Breaks(**wrong)
+
+
+def test_what_a_part_cannot_read_is_refused(tiny):
+    requests = LatentRequests(tiny(), 1, 24)
+    ranges = KeyRanges.of([Span(1, 0, 3)], requests.kv.full)
+    step = {"kv": requests.kv, "out_slots": torch.zeros(2, dtype=torch.int64), "index_topk": 6}
+    for keys, breaks in ((ranges, Breaks()), (LiveKeys(ranges), Breaks(select=False))):
+        with pytest.raises(InputError, match="reads what is live"):
+            SparseAttention(**step, keys=keys, breaks=breaks)
+    with pytest.raises(InputError, match="3 tokens are live, 2 have a slot"):
+        SparseAttention(**step, keys=LiveKeys(ranges), breaks=Breaks())

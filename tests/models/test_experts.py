@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,8 +28,9 @@ def routed(dtype=torch.float32, device="cpu", **fields):
 def one_by_one(layer, hidden):
     """The formula, token by token, in float64."""
     config, router = TINY, layer.router
-    gate_up = layer.gate_up.double().view(-1, 2 * config.expert_size, config.hidden_size)
-    down = layer.down.double().view(-1, config.hidden_size, config.expert_size)
+    inner = len(layer.gate_up) // config.num_experts // 2
+    gate_up = layer.gate_up.double().view(-1, 2 * inner, config.hidden_size)
+    down = layer.down.double().view(-1, config.hidden_size, inner)
     out = []
     for row in hidden.double():
         score = (router.weight.double() @ row).sigmoid()
@@ -48,7 +50,7 @@ def one_by_one(layer, hidden):
 @pytest.mark.parametrize("products", [grouped, every])
 @pytest.mark.parametrize("shared", [0, 1, 2])
 def test_experts_are_those_of_the_formula(products, shared, monkeypatch):
-    monkeypatch.setattr(module, "takes_groups", lambda hidden: products is grouped)
+    monkeypatch.setattr(module, "takes_groups", lambda *_: products is grouped)
     layer, hidden = routed(shared_experts=shared), torch.randn(13, TINY.hidden_size)
     torch.testing.assert_close(layer(hidden), one_by_one(layer, hidden), **CLOSE)
 
@@ -56,7 +58,7 @@ def test_experts_are_those_of_the_formula(products, shared, monkeypatch):
 @pytest.mark.parametrize("products", [grouped, every])
 @pytest.mark.parametrize("junk", [float("nan"), 1e30])
 def test_padding_reaches_no_expert_and_changes_no_live_row(products, junk, monkeypatch):
-    monkeypatch.setattr(module, "takes_groups", lambda hidden: products is grouped)
+    monkeypatch.setattr(module, "takes_groups", lambda *_: products is grouped)
     layer, hidden = routed(shared_experts=0), torch.randn(16, TINY.hidden_size)
     hidden[9:] = junk
     live = torch.arange(16) < 9
@@ -110,13 +112,24 @@ def test_a_recording_routes_anew_at_every_replay(device, dtype):
         assert captured.coverage().misses == {}
 
 
-def test_only_float32_on_a_gpu_has_no_grouped_product():
-    assert takes_groups(torch.empty(1)) and takes_groups(torch.empty(1, dtype=torch.bfloat16))
+@pytest.mark.parametrize(
+    ("is_cuda", "dtype", "expert_size", "grouped"),
+    [
+        (False, torch.float32, 20, True),
+        (False, torch.float32, 18, False),
+        (False, torch.bfloat16, 24, True),
+        (False, torch.bfloat16, 20, False),
+        (True, torch.bfloat16, 24, True),
+        (True, torch.float32, 24, False),
+    ],
+)
+def test_groups_are_for_whole_16_bytes_and_on_a_gpu_for_bfloat16(is_cuda, dtype, expert_size, grouped):
+    rows = torch.empty(2, 32, dtype=dtype)
+    rows = SimpleNamespace(shape=rows.shape, dtype=dtype, element_size=rows.element_size, is_cuda=is_cuda)
+    assert takes_groups(rows, expert_size) == grouped
 
-    class OnGpu:
-        is_cuda = True
 
-        def __init__(self, dtype):
-            self.dtype = dtype
-
-    assert takes_groups(OnGpu(torch.bfloat16)) and not takes_groups(OnGpu(torch.float32))
+def test_bfloat16_experts_of_any_width_are_those_of_the_formula():
+    hidden = torch.randn(9, TINY.hidden_size).bfloat16()
+    layer = routed(torch.bfloat16, expert_size=20)
+    torch.testing.assert_close(layer(hidden).float(), one_by_one(layer, hidden), rtol=0.05, atol=0.05)
