@@ -96,11 +96,13 @@ class DsaConfig(ModelConfig):
             ModelError: if a file is missing or no JSON object, a field is missing or of the wrong type, or
                 the model computes something that the decoder does not.
         """
-        return _parse(*config_fields(folder))
+        return read_dsa_config(folder, ARCHITECTURE)
 
 
-def _parse(fields: Fields, generation: Fields) -> DsaConfig:
-    architecture = check_kind(fields, (ARCHITECTURE,))
+def read_dsa_config(folder: str | Path, architecture: str) -> DsaConfig:
+    """As ``DsaConfig.from_folder``, of a folder that states this architecture."""
+    fields, generation = config_fields(folder)
+    check_kind(fields, (architecture,))
     rotary = fields.rotary()
     kind = rotary.content.get("rope_type") or rotary.content.get("type") or "default"
     fields.require("rope_type", kind, ["default"])
