@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +17,7 @@ from torch import nn
 from cglab.errors import ModelError
 from cglab.models.config import ModelConfig
 from cglab.models.fields import read_json
-from cglab.models.layout import Piece, checkpoint_layout
+from cglab.models.layout import Piece
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -74,14 +74,14 @@ def shard_files(folder: Path) -> list[Path]:
 def check_shards(
     shards: Iterable[Path],
     config: ModelConfig,
-    layout_of: Callable[[Any], Mapping[str, Piece]] = checkpoint_layout,
+    layout: Callable[[], Mapping[str, Piece]],
 ) -> None:
     """Compares the headers of a checkpoint with the shape that ``config.json`` states.
 
     Args:
         shards: the safetensors files.
         config: the shape.
-        layout_of: where each tensor of such a shape goes.
+        layout: where each tensor goes; asked once the file is known to have as many layers as the shape.
 
     Raises:
         ModelError: if a file is truncated, or a tensor is missing, unknown, there twice, or of the wrong
@@ -95,7 +95,7 @@ def check_shards(
             "weights and configuration are of different models: fetch both again"
         )
     derived = ("lm_head.weight",) if config.tie_embeddings else ()
-    _compare(headers, layout_of(config), config.architecture, derived)
+    _compare(headers, layout(), config.architecture, derived)
 
 
 def check_draft_shards(shards: Iterable[Path], layout: Mapping[str, Piece], architecture: str) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from cglab.models.experts import RoutedExperts
 from cglab.models.indexer import Indexer
 from cglab.models.kv import LayerCache, PagedKV
 from cglab.models.mla import LatentAttend, LatentAttention
@@ -54,7 +55,6 @@ class DenseAttention(LatentAttend):
         portable(attention.turned(query, turn), key, value, out, plan.query_ends, plan.key_ends, None)
         return out.flatten(1)
 
-    def route(self, experts: nn.Module, hidden: Tensor) -> Tensor:
+    def route(self, experts: RoutedExperts, hidden: Tensor) -> Tensor:
         """See ``LatentAttend``."""
-        routed: Tensor = experts(hidden, self.live)
-        return routed
+        return experts(hidden, self.live)

@@ -32,11 +32,10 @@ class DsaBlock(Block):
     def __init__(self, config: DsaConfig, *, routed: bool, shared: bool = False, **place: Any) -> None:
         experts = RoutedExperts(config, **place) if routed else None
         super().__init__(config, LatentAttention(config, shared=shared, **place), experts, **place)
-        self.routed = routed
 
     def forward(self, hidden: Tensor, turn: Tensor, layer_index: int, attend: LatentAttend) -> Tensor:  # type: ignore[override]
         """The residual stream [T, hidden_size] after this layer."""
-        if not self.routed:
+        if not isinstance(self.feed_forward, RoutedExperts):
             return super().forward(hidden, turn, layer_index, attend)  # type: ignore[arg-type]
         hidden = hidden + self.attention(self.attention_norm(hidden), turn, layer_index, attend)
         return hidden + attend.route(self.feed_forward, self.feed_forward_norm(hidden))

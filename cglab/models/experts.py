@@ -109,7 +109,10 @@ class RoutedExperts(nn.Module):
             hidden: [T, hidden_size].
             live: [T] bool, which of them are no padding; None for all. Padded rows become what is shared.
         """
-        routing = self.router(hidden, live)
+        return self.mix(hidden, self.router(hidden, live))
+
+    def mix(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """[T, hidden_size]: the weighted sum of each token's experts and what is shared."""
         gate_up = self.gate_up.view(len(self.router.weight), -1, hidden.shape[1])
         down = self.down.view(len(gate_up), hidden.shape[1], -1)
         products = grouped if takes_groups(hidden, down.shape[2]) else every

@@ -183,13 +183,27 @@ def keep_best(scores: Tensor, slots: Tensor, starts: Tensor, seq_lens: Tensor, o
     kept = out.shape[1]
     place = torch.arange(len(slots), device=out.device) - starts.unsqueeze(1)
     seen = (place >= 0) & (place < seq_lens.unsqueeze(1))
-    scores = scores.masked_fill(~seen, float("-inf"))
-    least = scores.topk(kept, dim=-1).values[:, -1:]
-    above, equal = scores > least, (scores == least) & seen
-    room = kept - above.sum(-1, keepdim=True)
-    chosen = above | (equal & (equal.cumsum(-1) <= room))
+    chosen = best(scores, seen, kept)
     # What is not chosen goes to one more column, which is dropped.
     column = (chosen.cumsum(-1) - 1).masked_fill(~chosen, kept)
     wide = out.new_full((len(out), kept + 1), -1)
     wide.scatter_(1, column, slots.to(out.dtype).expand_as(column))
     out.copy_(wide[:, :kept])
+
+
+def best(scores: Tensor, seen: Tensor, kept: int) -> Tensor:
+    """Which keys have the best scores of those that a token sees, the earlier one of equals.
+
+    Args:
+        scores: [..., keys] float32.
+        seen: [..., keys] bool.
+        kept: how many at most; no more than there are keys.
+
+    Returns:
+        [..., keys] bool.
+    """
+    scores = scores.masked_fill(~seen, float("-inf"))
+    least = scores.topk(kept, dim=-1).values[..., -1:]
+    above, equal = scores > least, (scores == least) & seen
+    room = kept - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1) <= room))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -74,17 +74,15 @@ def find_model(name_or_folder: str | Path) -> ModelSource:
     return ModelSource(kind.from_folder(folder), folder)
 
 
-class _Kind(NamedTuple):
-    """How models of one kind of shape are made and read."""
+def decoder_of(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+    """A decoder of this shape whose parameters are uninitialised memory."""
+    kind = DsaDecoder if isinstance(config, DsaConfig) else Decoder
+    return kind(config, device=device, dtype=dtype)  # type: ignore[arg-type]
 
-    model: Callable[..., Decoder]
-    layout: Callable[[Any], dict[str, Piece]]
 
-
-def _kind(config: ModelConfig) -> _Kind:
-    if isinstance(config, DsaConfig):
-        return _Kind(DsaDecoder, dsa_layout)
-    return _Kind(Decoder, checkpoint_layout)
+def layout_of(config: ModelConfig) -> dict[str, Piece]:
+    """Every tensor that a checkpoint of this shape must hold, and its place in the decoder."""
+    return dsa_layout(config) if isinstance(config, DsaConfig) else checkpoint_layout(config)
 
 
 def load_model(
@@ -109,17 +107,17 @@ def load_model(
     if folder is None:
         model = random_model(config, device=device, dtype=dtype, seed=seed)
         return LoadedModel(model, config, Tokenizer.byte_level(config.vocab_size), "random")
-    shards, kind = shard_files(folder), _kind(config)
-    check_shards(shards, config, kind.layout)
+    shards, layout = shard_files(folder), partial(layout_of, config)
+    check_shards(shards, config, layout)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
             "they are of different models; fetch both again"
         )
-    model = kind.model(config, device=device, dtype=dtype)
+    model = decoder_of(config, device=device, dtype=dtype)
     try:
-        read_shards(shards, model, kind.layout(config))
+        read_shards(shards, model, layout())
     except BaseException:
         model.to("meta")  # the traceback holds the model: let go of its memory
         raise
@@ -144,7 +142,7 @@ def random_model(
     Returns:
         The decoder, in evaluation mode and without gradients.
     """
-    model = _kind(config).model(config, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
+    model = decoder_of(config, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
     fill_randomly(model, config.num_layers, seed)
     if not config.tie_embeddings:  # it is only looked up
         generator = torch.Generator(device).manual_seed(seed)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from cglab.models.dsa_config import DsaConfig
+from cglab.models.experts import RoutedExperts
 from cglab.models.indexer import Indexer
 from cglab.models.kv import LayerCache
 from cglab.models.rotary import rotate_pairs
@@ -60,8 +61,8 @@ class LatentAttend(ABC):
         """
 
     @abstractmethod
-    def route(self, experts: nn.Module, hidden: Tensor) -> Tensor:
-        """[T, hidden_size] of a ``RoutedExperts`` on normed hidden states; padding reaches no expert."""
+    def route(self, experts: RoutedExperts, hidden: Tensor) -> Tensor:
+        """[T, hidden_size] of experts on normed hidden states; padding reaches no expert."""
 
 
 class LatentAttention(nn.Module):
@@ -112,12 +113,15 @@ class LatentAttention(nn.Module):
         to_keys, to_values = weight.split((self.query_parts[0], self.value_dim), dim=1)
         return to_keys, to_values
 
+    def stored(self, latent: Tensor, turn: Tensor) -> Tensor:
+        """What the cache holds of latents [T, latent_rank + head_dim]: the same, their key part turned."""
+        key = rotate_pairs(latent[:, self.rank :].unsqueeze(1), turn).squeeze(1)
+        return torch.cat((latent[:, : self.rank], key), dim=-1)
+
     def store(self, latent: Tensor, turn: Tensor, cache: LayerCache) -> None:
-        """Turns the key part of latents [T, latent_rank + head_dim] and stores them."""
-        latent = latent.unsqueeze(1)
-        key = rotate_pairs(latent[..., self.rank :], turn)
-        latent = torch.cat((latent[..., : self.rank], key), dim=-1)
-        cache.keys.index_copy_(0, cache.slots, latent.to(cache.keys.dtype))
+        """Stores latents [T, latent_rank + head_dim] that are not turned yet."""
+        kept = self.stored(latent, turn).unsqueeze(1)
+        cache.keys.index_copy_(0, cache.slots, kept.to(cache.keys.dtype))
 
     def absorbed(self, query: Tensor, turn: Tensor) -> Tensor:
         """Queries as they ask latents: [T, heads, latent_rank + head_dim] from [T, heads, query_dim]."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cglab.errors import InputError
 from cglab.graphs.breaks import eager_break
+from cglab.models.experts import RoutedExperts
 from cglab.models.indexer import Indexer, KeyRanges, select
 from cglab.models.kv import LayerCache, PagedKV
 from cglab.models.mla import LatentAttend, LatentAttention, attend_selected
@@ -136,11 +137,10 @@ class SparseAttention(LatentAttend):
         _attend(attention, query, latent, turn, self.selected, out, cache=cache, live=self.keys)
         return out
 
-    def route(self, experts: nn.Module, hidden: Tensor) -> Tensor:
+    def route(self, experts: RoutedExperts, hidden: Tensor) -> Tensor:
         """See ``LatentAttend``."""
         if not self.breaks.experts:
-            routed: Tensor = experts(hidden, self.live)
-            return routed
+            return experts(hidden, self.live)
         out = torch.empty_like(hidden)
         _route(experts, hidden, out, live=self.keys)
         return out
@@ -212,7 +212,7 @@ def _attend(
 
 
 @eager_break
-def _route(experts: nn.Module, hidden: Tensor, out: Tensor, *, live: LiveKeys) -> None:
+def _route(experts: RoutedExperts, hidden: Tensor, out: Tensor, *, live: LiveKeys) -> None:
     """Routed experts; padded rows of ``out`` become zero."""
     n = live.tokens
     out[n:].zero_()

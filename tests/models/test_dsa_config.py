@@ -11,6 +11,7 @@ from cglab.errors import ModelError
 from cglab.models.config import ModelConfig
 from cglab.models.dsa import DsaDecoder, dsa_layout
 from cglab.models.dsa_config import ARCHITECTURE, DSA_PRESETS, DsaConfig
+from cglab.models.experts import RoutedExperts
 from cglab.models.loading import find_model, load_model, random_model
 from cglab.models.sources import find_folder
 from tests.models.latent import TINY
@@ -120,7 +121,9 @@ def test_dsa_24_is_the_stack_of_the_design():
     with torch.device("meta"):
         model = DsaDecoder(config, device="meta", dtype=torch.bfloat16)
     assert {block.attention.latent_up.weight.shape for block in model.blocks} == {(64 * 256, 512)}
-    assert [block.routed for block in model.blocks] == [False] * 3 + [True] * 21
+    assert [isinstance(block.feed_forward, RoutedExperts) for block in model.blocks] == [False] * 3 + [
+        True
+    ] * 21
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(29.3, abs=0.1)
     assert find_model("dsa-24").config is config
     with pytest.raises(ModelError, match=r"dsa-24\), no local folder"):
