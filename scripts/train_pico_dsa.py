@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from latent_windows import LatentWindows
-from torch import Tensor
+from torch import Tensor, nn
 from train_pico import first_weights, parser_of, train, window_loss
 
 from cglab.models.decoder import Decoder
@@ -48,7 +48,7 @@ SHAPE = DsaConfig(
 )
 
 
-def routers_of(model: Decoder) -> list[Router]:
+def routers_of(model: nn.Module) -> list[Router]:
     """The routers, in the order of the layers."""
     return [module for module in model.modules() if isinstance(module, Router)]
 

@@ -115,22 +115,22 @@ class RoutedExperts(nn.Module):
         """[T, hidden_size]: the weighted sum of each token's experts and what is shared."""
         gate_up = self.gate_up.view(len(self.router.weight), -1, hidden.shape[1])
         down = self.down.view(len(gate_up), hidden.shape[1], -1)
-        products = grouped if takes_groups(hidden, down.shape[2]) else every
+        products = grouped if takes_groups(hidden, down) else every
         routed = products(hidden, routing, gate_up, down)
         return routed if self.shared is None else routed + self.shared(hidden)
 
 
-def takes_groups(hidden: Tensor, expert_size: int) -> bool:
+def takes_groups(hidden: Tensor, down: Tensor) -> bool:
     """Whether the grouped product takes these rows and reads no count on the host.
 
-    It asks for rows of whole 16 bytes, and on a GPU it is a kernel for bfloat16 alone.
+    It asks for rows of whole 16 bytes in the dtype of the weights, and on a GPU it is a kernel for bfloat16 alone.
 
     Args:
         hidden: [T, hidden_size].
-        expert_size: inner width of an expert.
+        down: [experts, hidden_size, expert_size].
     """
-    whole = all(width * hidden.element_size() % 16 == 0 for width in (hidden.shape[1], expert_size))
-    return whole and (not hidden.is_cuda or hidden.dtype == torch.bfloat16)
+    whole = all(width * down.element_size() % 16 == 0 for width in down.shape[1:])
+    return whole and hidden.dtype == down.dtype and (not hidden.is_cuda or down.dtype == torch.bfloat16)
 
 
 def grouped(hidden: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> Tensor:

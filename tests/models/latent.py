@@ -13,7 +13,7 @@ from cglab.models.sparse import Breaks, LiveKeys, SparseAttention
 
 TINY = DsaConfig(
     architecture=ARCHITECTURE, vocab_size=97, hidden_size=32, intermediate_size=40, num_layers=4, num_heads=4,
-    num_kv_heads=1, head_dim=8, max_position=64, query_rank=24, latent_rank=16, nope_dim=12, value_dim=10,
+    num_kv_heads=1, head_dim=8, max_position=128, query_rank=24, latent_rank=16, nope_dim=12, value_dim=10,
     index_heads=3, index_dim=16, index_topk=6, shared_layers=(2,), dense_layers=1, num_experts=8, experts_per_token=2,
     expert_size=24, routed_scale=2.5, eos_token_ids=(0,),
 )  # fmt: skip

@@ -19,7 +19,7 @@ from tests.models.latent import ARMS, TINY, LatentRequests
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 64, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "num_key_value_heads": 4, "max_position_embeddings": 128, "q_lora_rank": 24, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "index_n_heads": 16, "index_head_dim": 16,
     "index_topk": 6, "indexer_types": ["full", "full", "shared", "full"], "first_k_dense_replace": 1,
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "eos_token_id": 0,

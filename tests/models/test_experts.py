@@ -124,9 +124,9 @@ def test_a_recording_routes_anew_at_every_replay(device, dtype):
     ],
 )
 def test_groups_are_for_whole_16_bytes_and_on_a_gpu_for_bfloat16(is_cuda, dtype, expert_size, grouped):
-    rows = torch.empty(2, 32, dtype=dtype)
-    rows = SimpleNamespace(shape=rows.shape, dtype=dtype, element_size=rows.element_size, is_cuda=is_cuda)
-    assert takes_groups(rows, expert_size) == grouped
+    down = torch.empty(2, 32, expert_size, dtype=dtype)
+    assert takes_groups(SimpleNamespace(dtype=dtype, is_cuda=is_cuda), down) == grouped
+    assert not takes_groups(SimpleNamespace(dtype=torch.float16, is_cuda=is_cuda), down)
 
 
 def test_bfloat16_experts_of_any_width_are_those_of_the_formula():

@@ -13,15 +13,6 @@ from tests.models.test_dsa import CLOSE
 
 
 @pytest.fixture
-def script(root, monkeypatch):
-    """A function that imports a script by name."""
-    import importlib
-
-    monkeypatch.syspath_prepend(root / "scripts")
-    return importlib.import_module
-
-
-@pytest.fixture
 def model():
     return random_model(TINY, device="cpu", dtype=torch.float32, seed=1)
 
