@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -56,18 +55,21 @@ class KeyRanges:
         """The ranges of a step's live tokens; one copy to the device.
 
         Args:
-            spans: one span a request, in the order of the tokens; at least one.
+            spans: one span a request, in the order of the tokens.
             pool: whose page table says where the keys live.
         """
-        key_ends = list(accumulate((span.end for span in spans), initial=0))
-        lengths = [span.length for span in spans]
-        starts = np.repeat(np.array(key_ends[:-1], dtype=np.int64), lengths)
-        seen = np.concatenate([np.arange(span.start + 1, span.end + 1, dtype=np.int64) for span in spans])
-        packed = np.concatenate((starts, seen, np.array([*key_ends, *(span.row for span in spans)])))
+        lengths = np.array([span.length for span in spans], dtype=np.int64)
+        ends = np.array([span.end for span in spans], dtype=np.int64)
+        key_ends, token_ends = (np.cumsum(np.append(0, counts)) for counts in (ends, lengths))
+        starts = np.repeat(key_ends[:-1], lengths)
+        # The last token of a request sees all of it, each before that one key less.
+        seen = np.arange(1, token_ends[-1] + 1) + np.repeat(ends - token_ends[1:], lengths)
+        rows = np.array([span.row for span in spans], dtype=np.int64)
+        packed = np.concatenate((starts, seen, key_ends, rows))
         on_device = torch.from_numpy(packed).to(pool.page_table.device, non_blocking=True)
         parts = on_device.split((len(starts), len(seen), len(key_ends), len(spans)))
-        slots = packed_slots(pool, parts[3].int(), parts[2].int(), key_ends[-1])
-        return cls(slots, parts[0], parts[1], max(span.end for span in spans))
+        slots = packed_slots(pool, parts[3].int(), parts[2].int(), int(key_ends[-1]))
+        return cls(slots, parts[0], parts[1], max((span.end for span in spans), default=0))
 
 
 class IndexRows(NamedTuple):
@@ -206,4 +208,4 @@ def best(scores: Tensor, seen: Tensor, kept: int) -> Tensor:
     least = scores.topk(kept, dim=-1).values[..., -1:]
     above, equal = scores > least, (scores == least) & seen
     room = kept - above.sum(-1, keepdim=True)
-    return above | (equal & (equal.cumsum(-1) <= room))
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))

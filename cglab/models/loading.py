@@ -11,7 +11,7 @@ from torch import nn
 
 from cglab.errors import ModelError
 from cglab.models.checkpoint import check_shards, read_shards, shard_files
-from cglab.models.config import ModelConfig, architecture_of, config_fields
+from cglab.models.config import ARCHITECTURES, ModelConfig, architecture_of, config_fields
 from cglab.models.decoder import Decoder
 from cglab.models.dsa import DsaDecoder, dsa_layout
 from cglab.models.dsa_config import ARCHITECTURE as DSA
@@ -70,7 +70,9 @@ def find_model(name_or_folder: str | Path) -> ModelSource:
         return ModelSource(config, None)
     folder = find_folder(name_or_folder)
     fields, _ = config_fields(folder)
-    kind = DsaConfig if architecture_of(fields) == DSA else ModelConfig
+    architecture = architecture_of(fields)
+    fields.require("architectures", architecture, (*ARCHITECTURES, DSA))
+    kind = DsaConfig if architecture == DSA else ModelConfig
     return ModelSource(kind.from_folder(folder), folder)
 
 

@@ -178,9 +178,11 @@ def _prepare_and_select(
 ) -> None:
     """The whole indexer; padded rows select nothing and store nothing (P78)."""
     n = live.tokens
+    out[n:].fill_(-1)
+    if n == 0:
+        return
     rows = indexer.prepare(hidden[:n], query_latent[:n], turn[:n])
     store_index_keys(cache._replace(slots=cache.slots[:n]), rows.key)
-    out[n:].fill_(-1)
     select(rows.query, rows.gates, cache.values, live.ranges, out[:n])
 
 
@@ -189,6 +191,8 @@ def _select(query: Tensor, gates: Tensor, out: Tensor, *, index_keys: Tensor, li
     """Scores and top-k; padded rows select nothing."""
     n = live.tokens
     out[n:].fill_(-1)
+    if n == 0:
+        return
     select(query[:n], gates[:n], index_keys, live.ranges, out[:n])
 
 
@@ -207,6 +211,8 @@ def _attend(
     """Absorbed attention; padded rows of ``out`` become zero (P53, P54)."""
     n = live.tokens
     out[n:].zero_()
+    if n == 0:
+        return
     cache = cache._replace(slots=cache.slots[:n])
     out[:n] = attend_stored(attention, query[:n], latent[:n], turn[:n], selected[:n], cache)
 
@@ -216,4 +222,6 @@ def _route(experts: RoutedExperts, hidden: Tensor, out: Tensor, *, live: LiveKey
     """Routed experts; padded rows of ``out`` become zero."""
     n = live.tokens
     out[n:].zero_()
+    if n == 0:
+        return
     out[:n] = experts(hidden[:n])

@@ -10,6 +10,7 @@ import cglab
 from cglab.errors import InputError
 from cglab.models import mla
 from cglab.models.dsa_config import DsaConfig
+from cglab.models.experts import Router
 from cglab.models.indexer import KeyRanges
 from cglab.models.loading import load_model, random_model
 from cglab.models.mla import attend_selected, dense_when_short
@@ -107,10 +108,38 @@ def test_p78_padding_stores_to_slot_0_only_and_changes_no_live_row(tiny, arm):
         torch.testing.assert_close(row, other, **CLOSE)
     for name, cached in kept.caches().items():
         torch.testing.assert_close(held.caches()[name][:, 1:], cached[:, 1:], **CLOSE)
+    # A break stores of live rows alone; what is recorded stores of all, padding to the reserved slot.
+    assert held.full.keys[:, 0].any() == (not ARMS[arm].attend)
+    assert held.full.values[:, 0].any() == (not ARMS[arm].prepare)
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_p29_a_poisoned_reserved_page_reaches_no_live_row(tiny, arm):
+def test_padding_is_masked_before_it_is_routed(tiny, arm):
+    model, routed = tiny(), []
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _, __, routing: routed.append(routing.group_ends(8)[1]))
+    life(model, "step", breaks=ARMS[arm])
+    alone, routed = routed, []
+    life(model, "step", breaks=ARMS[arm], padding=5)
+    assert len(routed) == 3 * len(STEPS) and all(map(torch.equal, routed, alone))
+
+
+@pytest.mark.parametrize("arm", [arm for arm in ARMS if ARMS[arm].select])
+def test_p54_a_step_without_a_live_token_stores_nothing_of_it(tiny, arm):
+    requests = LatentRequests(tiny(), 1, 24)
+    none = LiveKeys(KeyRanges.of([], requests.kv.full))
+    assert (none.tokens, none.ranges.longest) == (0, 0)
+    idle = torch.zeros(4, dtype=torch.int64)
+    attend = SparseAttention(requests.kv, out_slots=idle, keys=none, breaks=ARMS[arm], index_topk=6)
+    with torch.no_grad():
+        assert requests.model(idle, idle, attend).isfinite().all()
+    assert (attend.selected == -1).all()
+    assert not any(cache[:, 1:].any() for cache in requests.kv.caches().values())
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_p53_a_poisoned_reserved_page_reaches_no_live_row(tiny, arm):
     model, poisoned = tiny(), []
     for junk in (float("nan"), 1e30):
         torch.manual_seed(5)

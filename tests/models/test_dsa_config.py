@@ -7,12 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cglab
-from cglab.errors import ModelError
+from cglab.errors import ModelError, ToggleError
 from cglab.models.config import ModelConfig
+from cglab.models.decoder import Portable
 from cglab.models.dsa import DsaDecoder, dsa_layout
 from cglab.models.dsa_config import ARCHITECTURE, DSA_PRESETS, DsaConfig
 from cglab.models.experts import RoutedExperts
+from cglab.models.kv import PagedKV
 from cglab.models.loading import find_model, load_model, random_model
+from cglab.models.ops import use_ops
 from cglab.models.sources import find_folder
 from tests.models.latent import TINY
 from tests.models.test_dsa import SMALL, theirs
@@ -128,6 +131,20 @@ def test_dsa_24_is_the_stack_of_the_design():
     assert find_model("dsa-24").config is config
     with pytest.raises(ModelError, match=r"dsa-24\), no local folder"):
         find_folder("dsa 24")
+
+
+def test_a_compiled_form_is_refused_and_the_portable_one_taken():
+    model = random_model(TINY, device="cpu", dtype=torch.float32)
+    kv = PagedKV(TINY, pages=2, rows=2, max_context=16, device="cpu", dtype=torch.float32)
+    use_ops("portable", model, kv)
+    with pytest.raises(ToggleError, match="no form for latent attention; good: portable"):
+        use_ops("compiled", model, kv)
+    assert isinstance(model.body, Portable)
+
+
+def test_an_unknown_architecture_is_told_all_that_are_known(folder):
+    with pytest.raises(ModelError, match=f"supported: Qwen3ForCausalLM, LlamaForCausalLM, {ARCHITECTURE}"):
+        find_model(folder(architectures=["MambaForCausalLM"]))
 
 
 def test_the_lab_says_that_it_has_no_runner_for_it():

@@ -66,6 +66,20 @@ def test_padding_reaches_no_expert_and_changes_no_live_row(products, junk, monke
     assert out[:9].equal(layer(hidden[:9])) and (out[9:] == 0).all()
 
 
+def test_rows_that_no_group_reaches_are_dropped_whatever_they_hold(monkeypatch):
+    layer, hidden = routed(shared_experts=0), torch.randn(16, TINY.hidden_size)
+    live, product = torch.arange(16) < 9, F.grouped_mm
+    expected = layer(hidden, live)
+
+    def spoilt(rows, weights, *, offs):
+        out = product(rows, weights, offs=offs)
+        out[int(offs[-1]) :] = float("nan")
+        return out
+
+    monkeypatch.setattr(F, "grouped_mm", spoilt)
+    assert layer(hidden, live).equal(expected)
+
+
 def test_expert_counts_equal_those_of_the_live_size():
     layer, hidden = routed(), torch.randn(20, TINY.hidden_size)
     count = TINY.num_experts
