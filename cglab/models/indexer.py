@@ -71,6 +71,38 @@ class KeyRanges:
         slots = packed_slots(pool, parts[3].int(), parts[2].int(), int(key_ends[-1]))
         return cls(slots, parts[0], parts[1], max((span.end for span in spans), default=0))
 
+    @classmethod
+    def recorded(
+        cls,
+        pool: LayerPool,
+        *,
+        request_rows: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        tokens: int,
+        keys: int,
+        longest: int,
+    ) -> KeyRanges:
+        """The ranges from a step's static inputs, with no host read: part of a recording.
+
+        Args:
+            pool: whose page table says where the keys live.
+            request_rows: [requests] int32; absent requests are last.
+            cu_seqlens_q: [requests + 1] int32, cumulative new tokens; absent requests have none.
+            cu_seqlens_k: [requests + 1] int32, cumulative keys, new ones included; at least one in all.
+            tokens: of the recording; those after the last request are padding.
+            keys: room for keys; those after the last request's repeat it, and no token sees them.
+            longest: no request may have more keys.
+        """
+        place = torch.arange(tokens, device=cu_seqlens_q.device)
+        # A padded token belongs to the last request, and sees nothing.
+        owner = torch.searchsorted(cu_seqlens_q[1:], place, right=True).clamp(max=len(request_rows) - 1)
+        # A request's last token sees its last key, the token before it one less, and so on.
+        seen = place + 1 + (cu_seqlens_k - cu_seqlens_q)[1:].index_select(0, owner)
+        starts = cu_seqlens_k.index_select(0, owner)
+        seq_lens = (seen - starts).masked_fill(place >= cu_seqlens_q[-1], 0)
+        return cls(packed_slots(pool, request_rows, cu_seqlens_k, keys), starts.long(), seq_lens, longest)
+
 
 class IndexRows(NamedTuple):
     """What the indexer knows of a step's tokens.

@@ -33,7 +33,8 @@ class Breaks:
         experts: routed experts.
 
     Raises:
-        InputError: for a combination that S3 does not have either: what follows a break is recorded last.
+        InputError: for a combination that S3 does not have either: attention is recorded first, then the preparation,
+            then the selection, and with it every break is gone.
     """
 
     select: bool = True
@@ -42,10 +43,11 @@ class Breaks:
     experts: bool = False
 
     def __post_init__(self) -> None:
-        if (self.attend and not self.prepare) or (self.prepare and not self.select):
+        without_select = not self.select and (self.prepare or self.attend or self.experts)
+        if without_select or (self.attend and not self.prepare):
             raise InputError(
-                f"{self}: attention is recorded before the indexer's preparation, and that before the selection; "
-                "good: no break, select, select and prepare, or these and attend"
+                f"{self}: attention is recorded first, then the indexer's preparation, then all else; good breaks: "
+                "none, select, select and prepare, or these and attend; experts with any but none"
             )
 
 
@@ -71,10 +73,10 @@ class SparseAttention(LatentAttend):
     Args:
         kv: the cache, of latents and index keys.
         out_slots: [T] int64, where the tokens go; 0 for padding.
-        keys: live ones for a step with breaks; static ones, each [T] or more as ``KeyRanges`` says, for one without.
+        keys: live ones for a step with breaks; static ones, padded as ``KeyRanges`` says, for one without.
         breaks: which parts are breaks.
-        index_topk: keys that a token attends to; a step whose ``longest`` is below it has that many columns if it
-            asks for them.
+        index_topk: keys that a token attends to at most, and so columns of a selection: fewer only where the cache or
+            a recording's ``longest`` has room for fewer.
 
     Raises:
         InputError: if a part needs live keys and gets static ones, or the other way round.
@@ -98,7 +100,8 @@ class SparseAttention(LatentAttend):
         if isinstance(keys, LiveKeys) and keys.tokens > len(out_slots):
             raise InputError(f"{keys.tokens} tokens are live, {len(out_slots)} have a slot; give each one")
         self.kv, self.out_slots, self.keys, self.breaks = kv, out_slots, keys, breaks
-        self.columns = min(index_topk, len(kv.context_positions))
+        room = len(kv.context_positions) if isinstance(keys, LiveKeys) else keys.longest
+        self.columns = min(index_topk, room)
         self.live = out_slots > 0
         self.selected: Tensor | None = None
 

@@ -252,9 +252,26 @@ def test_p39_a_recording_of_every_arm_is_bitwise_padded_eager(tiny, arm, device,
         assert captured.coverage().eager == 0
 
 
+def test_p37_a_recording_for_short_contexts_has_as_many_columns_as_it_can_see(tiny):
+    model = tiny()
+    short, whole = LatentRequests(model, 1, 24), LatentRequests(model, 1, 24)
+    widths, attend = [], SparseAttention.attend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SparseAttention,
+            "attend",
+            lambda self, *a: (widths.append(self.selected.shape[1]), attend(self, *a))[1],
+        )
+        ids = tokens(4)[0]
+        found = short.step({0: ids}, breaks=ARMS["T9b"], padding=2)
+        torch.testing.assert_close(found, whole.step({0: ids}), **CLOSE)
+    assert widths == [4] * 4 + [TINY.index_topk] * 4
+
+
 def test_breaks_come_in_the_order_in_which_they_are_recorded():
-    for wrong in ({"select": False, "prepare": True}, {"attend": True}, {"select": False, "attend": True}):
-        with pytest.raises(InputError, match="recorded before"):
+    recorded = {"select": False}
+    for wrong in ({"attend": True}, *(recorded | {part: True} for part in ("prepare", "attend", "experts"))):
+        with pytest.raises(InputError, match="recorded first"):
             Breaks(**wrong)
 
 

@@ -78,6 +78,25 @@ def test_p78_padded_tokens_select_nothing_and_others_only_what_they_see(lengths,
     assert [[slot for slot in row if slot >= 0] for row in out.tolist()] == seen + [[]] * idle
 
 
+@given(requests, st.integers(0, 3), st.integers(0, 5), st.integers(0, 5))
+def test_recorded_ranges_are_those_of_the_spans(lengths, absent, idle, room):
+    kv, ranges, _ = step(lengths)
+    cu_q, cu_k = ([0], [0])
+    for start, length in [*lengths, *[(0, 0)] * absent]:
+        cu_q.append(cu_q[-1] + length)
+        cu_k.append(cu_k[-1] + start + length)
+    rows = [*range(1, len(lengths) + 1), *[0] * absent]
+    rows, cu_q, cu_k = (torch.tensor(part, dtype=torch.int32) for part in (rows, cu_q, cu_k))
+    tokens, keys = len(ranges.starts), len(ranges.slots)
+    found = KeyRanges.recorded(
+        kv.full, request_rows=rows, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, tokens=tokens + idle, keys=keys + room,
+        longest=24,
+    )  # fmt: skip
+    assert found.slots[:keys].equal(ranges.slots) and (found.slots[keys:] == ranges.slots[-1]).all()
+    assert found.starts[:tokens].equal(ranges.starts) and found.seq_lens[:tokens].equal(ranges.seq_lens)
+    assert (found.seq_lens[tokens:] == 0).all() and found.longest == 24
+
+
 def test_keeping_all_equals_keeping_the_best_where_there_are_no_more():
     _, ranges, seen = step([(5, 3), (0, 8)])
     chosen, scored = (torch.empty(len(seen), 8, dtype=torch.int32) for _ in range(2))
