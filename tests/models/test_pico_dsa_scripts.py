@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,6 +118,33 @@ def test_a_few_steps_lower_the_loss_and_what_is_written_is_read_back(script, roo
         kept = parameter if "router" in name else parameter.bfloat16().float()
         assert loaded.model.get_parameter(name).equal(kept), name
     assert "train_pico_dsa.py" in (out / "README.md").read_text()
+
+
+def test_the_script_trains_in_two_stages_and_keeps_the_best_folder(script, root, tmp_path, monkeypatch):
+    train, pico = script("train_pico_dsa"), script("train_pico")
+    data, out, kept = tmp_path / "data", tmp_path / "pico-test", []
+    data.mkdir()
+    shipped = root / "data/models/pico-gqa"
+    for name in ("tokenizer.json", "prompts.json"):
+        shutil.copy(shipped / name, data / name)
+    corpus = json.loads((shipped / "card.json").read_text())["corpus"]
+    (data / "manifest.json").write_text(json.dumps(corpus))
+    for name, count in (("train", 600), ("held_out", 200)):
+        np.save(data / f"{name}.npy", np.arange(count, dtype=np.uint16) % 7)
+    shape = replace(train.SHAPE, num_layers=2, shared_layers=(1,), hidden_size=32, index_topk=8)
+    learn = train.taught_loss
+    monkeypatch.setattr(train, "SHAPE", shape)
+    monkeypatch.setattr(train, "taught_loss", lambda *given: (kept.append(given[2]), learn(*given))[1])
+    monkeypatch.setattr(pico, "CONTEXT", 24)
+    monkeypatch.setattr(script("pico_card"), "SAMPLE_TOKENS", 2)
+    options = ["--steps", "8", "--evaluate-every", "4", "--batch", "4", "--device", "cpu", "--no-compile"]
+    monkeypatch.setattr(sys, "argv", ["train", "--data", str(data), "--out", str(out), *options])
+    train.main()
+    assert kept == [None] * 4 + [8] * 4
+    card = json.loads((out / "card.json").read_text())
+    assert (card["steps"], card["planned_steps"]) == (8, 8) and card["held_out_loss"] < 8.3  # of 4096 tokens
+    routers = train.routers_of(load_model(out, device="cpu", dtype=torch.float32).model)
+    assert len(routers) == 1 and 0 < routers[0].bias.abs().max() <= 0.0081
 
 
 def test_the_written_folder_is_one_of_transformers(script, tmp_path):
