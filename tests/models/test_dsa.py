@@ -1,6 +1,7 @@
 """The decoder with latent attention against transformers' own, and its arms against each other."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -211,28 +212,30 @@ def test_p39_a_recording_of_every_arm_is_bitwise_padded_eager(tiny, arm, device,
     model = tiny(dtype, device)
     requests = LatentRequests(model, 3, 24)
     live = LiveKeys(KeyRanges.of([Span(0, 0, 12)], requests.kv.full))
-    # Static keys have one longest, which is above what is kept: the recording scores whatever the step.
-    fixed = {} if breaks.select else {"slots": None, "starts": 0, "seq_lens": 0}
+    axis = () if breaks.select else ("request_rows", "cu_seqlens_q", "cu_seqlens_k")
 
-    def step(input_ids, positions, out_slots, **keys):
-        ranges = KeyRanges(**keys, longest=24) if keys else live
+    def step(input_ids, positions, out_slots, **fixed):
+        # A recording has one longest, which is above what is kept: it scores whatever the step.
+        room = {"tokens": len(input_ids), "keys": 48, "longest": 24}
+        ranges = KeyRanges.recorded(requests.kv.full, **fixed, **room) if fixed else live
         attend = SparseAttention(
             requests.kv, out_slots=out_slots, keys=ranges, breaks=breaks, index_topk=TINY.index_topk
         )
         return model(input_ids, positions, attend)
 
     slots = {name: cglab.Slot(pad=0) for name in ("input_ids", "positions", "out_slots")}
-    slots |= {name: cglab.Slot(axis=axis, pad=0) for name, axis in fixed.items()}
+    slots |= {name: cglab.Slot(axis=None, pad=0) for name in axis}
 
     def inputs(lengths):
         chunk = {request: tokens(length)[0] for request, length in lengths.items()}
         spans, ids, position, out_slots = requests.place(chunk)
-        keys = live.ranges = KeyRanges.of(spans, requests.kv.full)
+        live.ranges = KeyRanges.of(spans, requests.kv.full)
         values = {"input_ids": ids, "positions": position, "out_slots": out_slots}
-        if fixed:
-            room = keys.slots.new_zeros(48 - len(keys.slots))
-            slots = torch.cat((keys.slots, room))
-            values |= {"slots": slots, "starts": keys.starts, "seq_lens": keys.seq_lens}
+        absent = [0] * (3 - len(spans))
+        queries, keys = ([span.length for span in spans] + absent, [span.end for span in spans] + absent)
+        given = [span.row for span in spans] + absent, [0, *accumulate(queries)], [0, *accumulate(keys)]
+        for name, value in zip(axis, given, strict=False):
+            values[name] = torch.tensor(value, device=device, dtype=torch.int32)
         return values
 
     backend = "breakable" if breaks.select or breaks.experts else "full"
@@ -245,7 +248,7 @@ def test_p39_a_recording_of_every_arm_is_bitwise_padded_eager(tiny, arm, device,
             for name, cache in requests.kv.caches().items():
                 cache.copy_(before[name])
             expected = step(**{
-                name: F.pad(value, (0, 12 - rows)) if len(value) == rows else value
+                name: value if name in axis else F.pad(value, (0, 12 - rows))
                 for name, value in values.items()
             })  # fmt: skip
             assert found.equal(expected[:rows])
