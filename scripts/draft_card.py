@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pico_card import hugging_face_config
 from safetensors.torch import save_file
 
-from cglab.models.assistant import ARCHITECTURE, Assistant
+from cglab.models.assistant import ARCHITECTURE
 from cglab.models.block_draft import ARCHITECTURE as BLOCK_DRAFT
-from cglab.models.drafts import DraftModel
+from cglab.models.drafts import DraftModel, architecture_of
+from cglab.models.dsa_config import DsaConfig
+from cglab.models.nextn import ARCHITECTURE as NEXTN
 
 KINDS = {
     ARCHITECTURE: (
@@ -24,13 +27,18 @@ KINDS = {
         "a block draft (all tokens of a block at once, over keys and values projected\nfrom its target's layers)",
         "train_block_draft.py",
     ),
+    NEXTN: (
+        "a NextN layer (one layer of its target's kind over the target's hidden states,\nwith keys of its own)",
+        "train_nextn.py",
+    ),
 }
 
 
 def draft_config(draft: DraftModel) -> dict[str, Any]:
     """The contents of ``config.json``, as ``from_folder`` of its kind reads it."""
-    kind = ARCHITECTURE if isinstance(draft, Assistant) else BLOCK_DRAFT
-    return {"architectures": [kind], **asdict(draft.config), "dtype": "bfloat16"}
+    if isinstance(draft.config, DsaConfig):
+        return hugging_face_config(draft.config)
+    return {"architectures": [architecture_of(draft.config)], **asdict(draft.config), "dtype": "bfloat16"}
 
 
 def write_draft(draft: DraftModel, data: Path, out: Path, facts: dict[str, Any]) -> None:

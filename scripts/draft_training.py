@@ -24,7 +24,7 @@ from train_pico import CALIBRATION, learning_rate
 
 from cglab.models.decoder import Decoder
 from cglab.models.drafts import DraftModel
-from cglab.models.loading import load_model
+from cglab.models.loading import INTO_STREAM, load_model
 
 CORPUS_TOKENS = 16  # of each prompt, learnt from beside its continuation
 
@@ -34,10 +34,10 @@ def initialise(draft: DraftModel, seed: int) -> None:
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            elif name.endswith(("output.weight", "down.weight")):
+            if name.endswith(("bias", *INTO_STREAM)):
                 parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
             else:
                 deviation = parameter.shape[1] ** -0.5
                 parameter.copy_(torch.normal(0.0, deviation, parameter.shape, generator=generator))

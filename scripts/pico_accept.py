@@ -3,8 +3,9 @@
     PYTHONPATH=. python scripts/pico_accept.py [--draft data/drafts/pico-gqa-assistant] [--tokens 200]
 
 A verify pass commits the drafted tokens that the target would have taken and one of its own, the bonus, so that the
-accept length is 1 to 4 with three drafted tokens. Passes count while all that they draft lies before the place where
-the target's continuation ends or turns periodic. An n-gram look-up draft is measured on the same prompts.
+accept length is 1 to 4 with three drafted tokens, and 1 to 2 with a NextN layer. Passes count while all that they draft
+lies before the place where the target's continuation ends or turns periodic. An n-gram look-up draft is measured on
+the same prompts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from block_windows import BlockTexts, draft_blocks, observe_blocks
 from draft_texts import Observe, T
 from frozen_windows import STEPS, FrozenTexts, observe, unroll
+from nextn_windows import NextNTexts, draft_next, observe_hidden
 from pico_continuations import continue_texts
 
 from cglab.engine.lookup_draft import lookup_draft
@@ -32,6 +34,7 @@ from cglab.models.block_draft import BlockDraft
 from cglab.models.decoder import Decoder
 from cglab.models.drafts import DraftModel, load_draft
 from cglab.models.loading import load_model
+from cglab.models.nextn import NextN
 
 Draft = Callable[[int], list[int]]
 
@@ -122,6 +125,14 @@ def block_passes(draft: BlockDraft, held_out: HeldOut[BlockTexts]) -> list[int]:
     return passes(held_out.continuation, drafted.__getitem__, steps)
 
 
+@torch.no_grad()
+def nextn_passes(layer: NextN, held_out: HeldOut[NextNTexts]) -> list[int]:
+    """The same with a NextN layer, which drafts one token."""
+    after, _ = draft_next(layer, held_out.texts)
+    drafted = layer.target.logits(after[0, len(held_out.prompt) - 1 :]).argmax(-1).unsqueeze(1).tolist()
+    return passes(held_out.continuation, drafted.__getitem__, 1)
+
+
 def lookup_passes(held_out: HeldOut[Any], steps: int) -> list[int]:
     """Accept length of every pass with look-up drafts."""
     text, prompt = held_out.prompt + held_out.continuation, len(held_out.prompt)
@@ -169,6 +180,8 @@ def measure_of(draft: DraftModel) -> Measure:
     if isinstance(draft, BlockDraft):
         watch = partial(observe_blocks, layers=draft.config.context_layers)
         return Measure(watch, block_passes, draft.config.block_size - 1)
+    if isinstance(draft, NextN):
+        return Measure(observe_hidden, nextn_passes, 1)
     return Measure(partial(observe, layer=draft.layers[-1]), assistant_passes, STEPS)
 
 

@@ -121,7 +121,7 @@ class Drafting(NamedTuple):
         """What drafts for an engine over the target's cache, on these runners."""
         if isinstance(self.model, BlockDraft):
             return BlockDrafter(self.model, phases, self.speculation)
-        return AssistantDrafter(self.model, kv, phases, self.speculation)
+        return AssistantDrafter(self.assistant, kv, phases, self.speculation)
 
     def speculator(self, kv: PagedKV, phases: AnyPhases) -> Speculator:
         """The same with what verifies."""
@@ -170,7 +170,7 @@ def _fitting(name: str | Path, target: ModelConfig, block_size: int = BLOCK) -> 
     if isinstance(source.config, BlockDraftConfig):
         require_fit(source.config, target)
     else:
-        bound_layers(source.config, target)
+        bound_layers(source.assistant, target)
     return source
 
 
@@ -199,7 +199,8 @@ def use_ops_of_both(ops: str, target: Decoder, kv: PagedKV, drafting: Drafting |
     speculation = drafting.speculation
     verify = AttentionKind(target.config.num_heads, speculation.width, tree=speculation.topk > 1)
     use_ops(ops, target, kv, [verify])
-    use_draft_ops(ops, drafting.model, drafting.kv or kv)
+    draft = drafting.assistant if drafting.feeder is None else drafting.feeder.draft
+    use_draft_ops(ops, draft, drafting.kv or kv)
 
 
 def draft_of(loaded: LoadedModel, *, block: bool = False, seed: int = 0) -> LoadedDraft:

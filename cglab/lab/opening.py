@@ -15,6 +15,7 @@ from cglab.engine.speculation import Speculation
 from cglab.errors import InputError, ModelError
 from cglab.lab.drafting import plan_draft
 from cglab.lab.facade import Lab
+from cglab.models.dsa_config import DsaConfig
 from cglab.models.loading import find_model
 from cglab.models.ops import check_ops
 
@@ -93,6 +94,11 @@ def open_lab(
     sizes = {what: given[what] or default for what, default in defaults.items()}
     name = name or settings.read_settings().model
     source = find_model(name)
+    if isinstance(source.config, DsaConfig):
+        raise ModelError(
+            f"{name} has latent attention, for which the lab has no runner; models.loading.load_model opens it, "
+            "open another one here"
+        )
     plan = plan_draft(draft, speculation, source.config)
     ahead = (
         0 if plan is None else plan.speculation.lookahead
