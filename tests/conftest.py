@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -14,6 +15,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
+# A shell that starts a command in the background has it, and what it starts, ignore Ctrl-C; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so before anything imports one: without a device kernels are interpreted.

@@ -77,21 +77,32 @@ def dflash(
             yield from _records(lab, asked, run, progress)
 
 
-def _records(lab: Lab, asked: Load, run: str, progress: Progress) -> Iterator[Record]:
+def choose(lab: Lab, arm: str) -> None:
+    """Sets where the sampler runs, and whether its time is counted.
+
+    Args:
+        lab: opened with a block draft.
+        arm: one of ``ARMS``.
+
+    Raises:
+        InputError: without a block draft, or for another arm.
+    """
+    if arm not in ARMS:
+        raise InputError(f"no arm {arm!r} of the sampler; good names: {', '.join(ARMS)}")
     speculator = lab.engine.speculator
     if speculator is None or not isinstance(drafter := speculator.drafter, BlockDrafter):
         raise InputError("there is no sampler to measure; open the lab with a block draft")
+    lab.captures.draft_sampler, drafter.sampler_timed = ARMS[arm]
 
-    def choose(arm: str) -> None:
-        lab.captures.draft_sampler, drafter.sampler_timed = ARMS[arm]
 
+def _records(lab: Lab, asked: Load, run: str, progress: Progress) -> Iterator[Record]:
     sizes: dict[str, Any] = {"batch": asked.concurrency, "context": middle(asked)}
     progress("the sampler alone, and whole steps traced")
     gap = _sampler_alone(lab, sizes)
     compared = lab.compare("draft_sampler", ("eager", "graph"), **sizes)
     traced = lab.profile("draft_sampler", ("eager", "graph"), whole=True, **sizes)
     progress(f"turns of {', '.join(ARMS)}")
-    runs = turns(lab, asked, {arm: partial(choose, arm) for arm in ARMS})
+    runs = turns(lab, asked, {arm: partial(choose, lab, arm) for arm in ARMS})
     gauges = {arm: _occupied(runs[arm]) for arm in ARMS}
     for arm, (mode, _) in ARMS.items():
         trace = traced.traces[mode]

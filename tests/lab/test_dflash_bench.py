@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+import cglab
+from cglab import errors
 from cglab.lab.arm_turns import INSTANCES
-from cglab.lab.dflash_bench import ARMS, PINNED, dflash
+from cglab.lab.dflash_bench import ARMS, PINNED, choose, dflash
 from cglab.measure.claims import evaluate, load_claims
 
 CPU = torch.device("cpu")
@@ -61,3 +63,11 @@ def test_g7_is_computed_from_such_records_once_a_gpu_made_them(records):
     served_many = {status for name, (status, _) in values.items() if name.startswith("16 requests")}
     assert served_many == {"unmeasured"}, "these records are of one request at a time"
     assert sum(status == "met" for status, _ in values.values()) == len(values) - 2
+
+
+def test_an_unknown_arm_and_a_lab_without_a_block_draft_are_refused():
+    with cglab.open("pico-gqa", device="cpu", max_batch=1, max_context=64) as lab:
+        with pytest.raises(errors.InputError, match="good names: eager-untimed, eager-timed, graph"):
+            choose(lab, "eager")
+        with pytest.raises(errors.InputError, match="open the lab with a block draft"):
+            choose(lab, "graph")
