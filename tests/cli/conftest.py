@@ -1,7 +1,6 @@
 """Runs the command as a user does, and in this process where only its answer matters."""
 
 import json
-import signal
 import subprocess
 import sys
 
@@ -14,14 +13,6 @@ from cglab.cli import main
 def on_the_cpu(monkeypatch):
     """The command's contract is the same on every device; the CPU is always there."""
     monkeypatch.setenv("CGLAB_DEVICE", "cpu")
-
-
-@pytest.fixture(autouse=True)
-def interruptible():
-    """Ctrl-C arrives here and in what is started, though a run in a shell's background begins with it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -76,8 +76,8 @@ class World:
         captures.decode, captures.prefill = decode, prefill
         self.speculation = speculation
         self.room = ROOM - (speculation.lookahead if speculation else 0)
-        self.likeliest = {}  # next tokens, by all before them
         self.drafting = drafting(self.model, self.kv, speculation) if speculation else None
+        self.likeliest = {}  # next tokens, by all before them
         self.phases = LabPhases(
             self.model, self.kv, self.group, captures, buckets=(1, 2, 4, 8), prefill_buckets=(4, 8, 16),
             options=Options(strict=True), drafting=self.drafting,
