@@ -98,14 +98,27 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+    """One decoder layer: attention and feed-forward, each behind a norm and added to the residual stream.
 
-    def __init__(self, config: ModelConfig, **place: Any) -> None:
+    Args:
+        config: the shape.
+        attention: in place of the decoder's own.
+        feed_forward: likewise.
+        **place: device and dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: nn.Module | None = None,
+        feed_forward: nn.Module | None = None,
+        **place: Any,
+    ) -> None:
         super().__init__()
         self.attention_norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
-        self.attention = Attention(config, **place)
+        self.attention = attention or Attention(config, **place)
         self.feed_forward_norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
-        self.feed_forward = FeedForward(config, **place)
+        self.feed_forward = feed_forward or FeedForward(config, **place)
 
     def forward(self, hidden: Tensor, turn: Tensor, layer_index: int, attend: Attend) -> Tensor:
         """The residual stream [T, hidden_size] after this block."""
@@ -150,7 +163,7 @@ class Decoder(nn.Module):
             skip_init(nn.Embedding, *size, **place) if first or (last and tied) else _elsewhere(nn.Embedding)
         )
         held = by_global_id(
-            ((layer, Block(config, **place)) for layer in self.stage.layers), config.num_layers
+            ((layer, self.block(layer, **place)) for layer in self.stage.layers), config.num_layers
         )
         self.blocks = nn.ModuleList(block or Elsewhere(f"layer {id_}") for id_, block in enumerate(held))
         eps = config.rms_norm_eps
@@ -164,15 +177,17 @@ class Decoder(nn.Module):
         """What one stage hands to the next in this body, declared."""
         return tuple(Proxy(name, (self.config.hidden_size,), self.rotary.dtype) for name in self.body.carries)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
-    ) -> Tensor:
+    def block(self, layer_index: int, **place: Any) -> Block:
+        """A layer of the stack, unfilled."""
+        return Block(self.config, **place)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Any, taps: Taps | None = None) -> Tensor:
         """Runs every block of a whole model.
 
         Args:
             input_ids: [T] int64, tokens of all requests one after the other.
             positions: [T] int64, each token's position in its own request, below ``max_position``.
-            attend: attention over the cache; see ``Attend``.
+            attend: attention over the cache, as the layers ask for it; see ``Attend``.
             taps: told the residual stream after every block.
 
         Returns:
@@ -231,7 +246,7 @@ def _elsewhere(kind: type[Part]) -> Part:
 
 def part_of(whole: Decoder, stage: Stage) -> Decoder:
     """A stage of a model that is loaded, over the same weights and computed in the same body."""
-    part = Decoder(whole.config, stage=stage, device="meta", dtype=whole.rotary.dtype)
+    part = type(whole)(whole.config, stage=stage, device="meta", dtype=whole.rotary.dtype)
     held = {name for name, _ in part.named_parameters()}
     shared = {name: parameter for name, parameter in whole.named_parameters() if name in held}
     part.load_state_dict(shared, assign=True)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from cglab.errors import ModelError
 from cglab.models.checkpoint import check_shards, read_shards, shard_files
-from cglab.models.config import ModelConfig
+from cglab.models.config import ARCHITECTURES, ModelConfig, architecture_of, config_fields
 from cglab.models.decoder import Decoder
-from cglab.models.layout import checkpoint_layout
+from cglab.models.dsa import DsaDecoder, dsa_layout
+from cglab.models.dsa_config import ARCHITECTURE as DSA
+from cglab.models.dsa_config import DSA_PRESETS, DsaConfig
+from cglab.models.layout import Piece, checkpoint_layout
 from cglab.models.presets import PRESETS
 from cglab.models.sources import find_folder
 from cglab.models.stages import Stage
 from cglab.models.tokenizer import Tokenizer
+
+INTO_STREAM: Final = (
+    "attention.output.weight", "feed_forward.down.weight", "feed_forward.shared.down.weight", "feed_forward.down",
+)  # fmt: skip
+"""How the names end of what is added to the residual stream."""
 
 
 class LoadedModel(NamedTuple):
@@ -57,10 +66,28 @@ def find_model(name_or_folder: str | Path) -> ModelSource:
     Raises:
         ModelError: if there is no such model, or one of an unsupported kind.
     """
-    if config := PRESETS.get(str(name_or_folder)):
+    name = str(name_or_folder)
+    if config := PRESETS.get(name) or DSA_PRESETS.get(name):
         return ModelSource(config, None)
     folder = find_folder(name_or_folder)
-    return ModelSource(ModelConfig.from_folder(folder), folder)
+    fields, _ = config_fields(folder)
+    architecture = architecture_of(fields)
+    fields.require("architectures", architecture, (*ARCHITECTURES, DSA))
+    kind = DsaConfig if architecture == DSA else ModelConfig
+    return ModelSource(kind.from_folder(folder), folder)
+
+
+def decoder_of(
+    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, stage: Stage | None = None
+) -> Decoder:
+    """A decoder of this shape, or a stage of it, whose parameters are uninitialised memory."""
+    kind = DsaDecoder if isinstance(config, DsaConfig) else Decoder
+    return kind(config, stage=stage, device=device, dtype=dtype)  # type: ignore[arg-type]
+
+
+def layout_of(config: ModelConfig) -> dict[str, Piece]:
+    """Every tensor that a checkpoint of this shape must hold, and its place in the decoder."""
+    return dsa_layout(config) if isinstance(config, DsaConfig) else checkpoint_layout(config)
 
 
 def load_model(
@@ -91,19 +118,20 @@ def load_model(
     if folder is None:
         model = random_model(config, device=device, dtype=dtype, seed=seed, stage=stage)
         return LoadedModel(model, config, Tokenizer.byte_level(config.vocab_size), "random")
-    shards = shard_files(folder)
-    check_shards(shards, config)
+    shards, layout = shard_files(folder), partial(layout_of, config)
+    check_shards(shards, config, layout)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
             "they are of different models; fetch both again"
         )
-    model = Decoder(config, stage=stage, device=device, dtype=dtype)
+    model = decoder_of(config, stage=stage, device=device, dtype=dtype)
     held = dict(model.named_parameters())
-    layout = {name: piece for name, piece in checkpoint_layout(config).items() if piece.parameter in held}
     try:
-        read_shards(shards, model, layout)
+        read_shards(
+            shards, model, {name: piece for name, piece in layout().items() if piece.parameter in held}
+        )
     except BaseException:
         model.to("meta")  # the traceback holds the model: let go of its memory
         raise
@@ -135,11 +163,10 @@ def random_model(
         The decoder, in evaluation mode and without gradients.
     """
     model = (
-        Decoder(config, stage=stage, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
+        decoder_of(config, stage=stage, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
     )
-    fill_randomly(
-        model, config.num_layers, seed, Decoder(config, device="meta", dtype=dtype) if stage else None
-    )
+    whole = decoder_of(config, device="meta", dtype=dtype) if stage else None
+    fill_randomly(model, config.num_layers, seed, whole)
     if model.stage.first and not config.tie_embeddings:  # it is only looked up
         generator = torch.Generator(device).manual_seed(seed)
         model.embedding.weight.normal_(0.0, 1.0, generator=generator)
@@ -161,12 +188,12 @@ def fill_randomly(model: nn.Module, layers: int, seed: int, whole: nn.Module | N
     held = dict(model.named_parameters())
     for name, like in (whole or model).named_parameters():
         parameter = held[name] if name in held else torch.empty_like(like, device=generator.device)
-        if "norm" in name:
-            parameter.fill_(1.0)
-        elif name.endswith("bias"):
+        if name.endswith("bias"):
             parameter.zero_()
+        elif "norm" in name:
+            parameter.fill_(1.0)
         else:
             deviation = parameter.shape[-1] ** -0.5
-            if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+            if name.endswith(INTO_STREAM):
                 deviation *= (2 * layers) ** -0.5
             parameter.normal_(0.0, deviation, generator=generator)
