@@ -117,7 +117,7 @@ FAULTS = {
         "rank 1 of 2 has skipped the capture",
     ),
     "has other requests": (
-        {"rank": 2, "at": "requests", "how": "lies"},
+        {"rank": 1, "at": "requests", "how": "lies"},
         "ranks were given different requests",
     ),
 }

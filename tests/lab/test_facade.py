@@ -38,7 +38,8 @@ def test_all_ten_techniques_are_listed_from_the_start():
     ("name", "value", "told"),
     [
         ("decode", "fast", "full, breakable, eager"),
-        ("pp_prefill", "off", "not in this version"),
+        ("draft_extend", "graph", "not in this version"),
+        ("pp_prefill", "full", "off, breakable"),
         ("decod", "full", "good names"),
     ],
 )

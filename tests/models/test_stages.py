@@ -17,6 +17,8 @@ from cglab.models.regions import torch_kernels
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.models.stages import Elsewhere, Proxy, bind, by_global_id, cut
 
+from .latent import TINY
+
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
     "Qwen3ForCausalLM", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=5, num_heads=4, num_kv_heads=2,
@@ -97,6 +99,18 @@ def test_a_stage_of_a_checkpoint_reads_its_own_tensors():
         wanted = dict(whole.model.named_parameters())
         assert all(torch.equal(each, wanted[name]) for name, each in part.named_parameters())
         assert sum(p.numel() for p in part.parameters()) < sum(p.numel() for p in wanted.values())
+
+
+def test_p76_a_stage_of_latent_layers_begins_where_a_selection_is_made():
+    whole = dict(random_model(TINY, device=CPU, dtype=torch.float32, seed=4).named_parameters())
+    seen = []
+    for stage in cut(4, 2, [1, 3]):
+        part = random_model(TINY, device=CPU, dtype=torch.float32, seed=4, stage=stage)
+        assert all(torch.equal(each, whole[name]) for name, each in part.named_parameters())
+        seen += [name for name, _ in part.named_parameters()]
+    assert sorted(seen) == sorted(whole)
+    with pytest.raises(InputError, match=r"stage 1 of 2 .* reuses the selection .* none of \[2\]"):
+        random_model(TINY, device=CPU, dtype=torch.float32, stage=cut(4, 2)[1])
 
 
 class Row:
