@@ -76,7 +76,7 @@ def test_a_plant_is_taken_out_again():
     ("name", "cases", "plant", "told"),
     [
         ("verfy", 1, None, "good names: decode"),
-        ("pp_prefill", 1, None, "not in this version"),
+        ("draft_extend", 1, None, "not in this version"),
         ("decode", 0, None, "at least 1"),
         ("decode", 1, "stale", "good names: stale-tail"),
     ],
