@@ -23,6 +23,7 @@
     |   +-- StaleOutputError        an output is read after a later replay overwrote it
     |   +-- PoolBusyError           the pool is in use, or borrowed memory is still alive
     +-- ResultsError            recorded results cannot be read or written
+    +-- ServerError             a real server died, or did not answer as it should
     +-- ClosedError             the object was closed
     +-- AccountingError         who owns which KV page does not add up: a fault of the lab
 
@@ -180,6 +181,10 @@ class TokenRangeError(CglabError):
 
 class ResultsError(CglabError):
     """Recorded results cannot be read or written; what was there is untouched."""
+
+
+class ServerError(CglabError):
+    """A real server died, never became healthy, or did not answer as it should; its last log lines are told."""
 
 
 class RecompiledError(CglabError):
