@@ -89,8 +89,8 @@ def command(
         arm: the arm.
         installed: the version that it is for, which is asked about every flag and variable.
         port: where it listens.
-        inherited: variables to start from; this process's own if left out. What would make equal arms differ from
-            machine to machine is taken out: ``SGLANG_``, ``CGLAB_``, ``PYTHON`` and Triton's interpreter.
+        inherited: variables to start from; this process's own if left out. What would make an arm another one than
+            it says is taken out: ``SGLANG_``, ``CGLAB_``, ``PYTHON`` but its path, and Triton's interpreter.
 
     Raises:
         InputError: this version lacks an argument, variable or value, or one is given twice; near matches are named.
@@ -181,7 +181,12 @@ def _check(arguments: Sequence[str], installed: Installed) -> Iterator[str]:
 
 def _inherited(variables: Mapping[str, str]) -> dict[str, str]:
     left_out = ("SGLANG_", "CGLAB_", "PYTHON", "TRITON_INTERPRET")
-    kept = {name: value for name, value in variables.items() if not name.startswith(left_out)}
+    # The path stays: SGLang itself may be found through it.
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if name == "PYTHONPATH" or not name.startswith(left_out)
+    }
     # The log ends where the server does, no file of the working folder passes for a module, loopback has no proxy.
     return {
         **kept, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "NO_PROXY": f"{LOOPBACK},localhost",

@@ -122,11 +122,10 @@ def ask(python: Path) -> Installed:
     Raises:
         NotInstalledError: it has no SGLang, or one that does not import; the message ends with what it said.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
         run = subprocess.run(
             [str(python), str(DESCRIBE)], capture_output=True, text=True, timeout=DEADLINE, check=False,
-            stdin=subprocess.DEVNULL, env=environment,
+            stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotInstalledError(f"{python} does not say whether it has SGLang: {error}") from error
