@@ -1,4 +1,1 @@
-"""Real SGLang servers as arms: launched, driven by SGLang's own serving benchmark, scraped and compared.
-
-SGLang is never imported here: it runs in its own Python, which is asked through processes and HTTP.
-"""
+"""Real SGLang servers as arms of a comparison: what is installed, how one is started, asked and ended."""

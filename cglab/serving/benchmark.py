@@ -1,7 +1,7 @@
 """SGLang's own serving benchmark against a server, and its figures in the lab's terms.
 
 The benchmark runs in the server's Python, all points of a server in one process
-(:mod:`cglab.serving.remote.serving_benchmark`). Each request's facts become the same :class:`LoadResult` as those of
+(``scripts/serving_benchmark.py``). Each request's facts become the same :class:`LoadResult` as those of
 the lab's own engine, so that one definition of TTFT, TPOT, E2E and rates stands behind both.
 """
 
@@ -23,7 +23,7 @@ from cglab.measure.latency import Latency, latency
 from cglab.serving.endpoint import Endpoint
 from cglab.serving.workload import Workload, write_data_file
 
-SCRIPT = Path(__file__).with_name("remote") / "serving_benchmark.py"
+SCRIPT = Path(__file__).with_name("scripts") / "serving_benchmark.py"
 POLL_SECONDS = 0.2
 
 
@@ -102,7 +102,7 @@ def run_benchmark(
     plan = folder / "plan.json"
     plan.write_text(json.dumps({"url": server.url, "arguments": list(arguments), "points": points}), "utf-8")
     with (folder / "benchmark.log").open("wb") as log:
-        process = subprocess.Popen(  # noqa: S603 - the server's own Python and our script
+        process = subprocess.Popen(
             [str(server.installed.python), str(SCRIPT), str(plan.resolve())],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
         )  # fmt: skip
@@ -165,27 +165,27 @@ def _wait_for(
     workload: Workload,
     log: Path,
 ) -> None:
+    kept = f"while {workload.name} was measured; results of earlier points are kept"
     while not result.exists():
         if not server.alive():
             raise ServerError(
-                f"the server died while {workload.name} was measured; results of earlier points are kept. "
-                f"Its last lines:\n{server.log_tail()}"
+                f"the server died {kept}. Its last lines:", fault="it died", log_lines=server.log_tail()
             )
         if process.poll() is not None and not result.exists():
             raise ServerError(
-                f"SGLang's serving benchmark ended with status {process.returncode} during {workload.name}; "
-                f"results of earlier points are kept. Its last lines:\n{_tail(log)}"
-            )
+                f"SGLang's serving benchmark ended with status {process.returncode} {kept}. Its last lines:",
+                fault="the benchmark failed", log_lines=_tail(log),
+            )  # fmt: skip
         if time.monotonic() > ends:
             raise ServerError(
-                f"{workload.name} was not done within the deadline; results of earlier points are kept. Give more "
-                f"seconds or fewer requests. The benchmark's last lines:\n{_tail(log)}"
-            )
+                f"the deadline passed {kept}. Give more seconds or fewer requests. The benchmark's last lines:",
+                fault="too late", log_lines=_tail(log),
+            )  # fmt: skip
         time.sleep(POLL_SECONDS)
 
 
-def _tail(log: Path, lines: int = 20) -> str:
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+def _tail(log: Path, lines: int = 12) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
 
 
 def _timing(fact: Mapping[str, Any]) -> RequestTiming:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +11,6 @@ from cglab.errors import ServerError
 
 class Answer(Protocol):
     """An HTTP answer, as httpx gives it."""
-
-    @property
-    def status_code(self) -> int:
-        """HTTP status."""
-        ...
 
     @property
     def text(self) -> str:
@@ -60,32 +54,43 @@ class Endpoint(Protocol):
         """Whether its process runs."""
         ...
 
-    def log_tail(self, lines: int = 20) -> str:
+    def log_tail(self, lines: int = 12) -> list[str]:
         """The last lines of its log."""
         ...
 
     def get(self, path: str) -> Answer:
-        """Asks it; raises ``ServerError`` if it does not answer."""
+        """Asks it; raises ``ServerError`` if it does not answer, or refuses."""
         ...
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Tells it; raises ``ServerError`` if it does not answer."""
+    def post(self, path: str, json: Any = None) -> Answer:
+        """Sends JSON; raises ``ServerError`` if it does not answer, or refuses."""
         ...
 
 
-def read_json(answer: Answer, path: str) -> Any:
-    """The JSON of an answer.
+def read_json(server: Endpoint, path: str, answer: Answer) -> dict[str, Any]:
+    """The object that a server answered with.
 
     Args:
-        answer: of a server.
+        server: that answered.
         path: what was asked, for the message.
+        answer: what it said.
 
     Raises:
-        ServerError: for another status than 200, or a body that is no JSON.
+        ServerError: if it is no JSON object.
     """
-    if answer.status_code != 200:
-        raise ServerError(f"{path} answered with status {answer.status_code}: {answer.text[:500]}")
     try:
-        return json.loads(answer.text)
-    except ValueError as error:
-        raise ServerError(f"{path} answered with something else than JSON: {answer.text[:200]!r}") from error
+        value = json.loads(answer.text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise odd(
+            server, f"{path} was answered with something else than a JSON object: {answer.text[:200]!r}"
+        )
+    return value
+
+
+def odd(server: Endpoint, fact: str) -> ServerError:
+    """The error for a server that lives and does not do what it was asked."""
+    return ServerError(
+        f"{fact}; its last lines:", fault="an answer of another form", log_lines=server.log_tail()
+    )

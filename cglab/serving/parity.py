@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cglab.errors import InputError, ServerError
+from cglab.errors import InputError
 from cglab.measure.parity import Parity, compare_tokens
-from cglab.serving.endpoint import Endpoint, read_json
+from cglab.serving.endpoint import Endpoint, odd, read_json
 from cglab.serving.workload import Body, point
 
 LOGPROB_REQUESTS = 13
@@ -90,20 +90,20 @@ def ask(
 
     Raises:
         InputError: without prompts or tokens.
-        ServerError: if the server does not answer, or with another number of tokens.
+        ServerError: if the server does not answer, its cache cannot be emptied (requests are in flight), or the
+            reply has another number of tokens.
     """
     if not prompts or new_tokens < 1:
         raise InputError(f"{len(prompts)} prompts and {new_tokens} new tokens; give at least one of each")
-    if server.post("/flush_cache").status_code != 200:
-        raise ServerError("the cache could not be emptied: requests are still in flight; let them end")
+    server.post("/flush_cache")
     tokens, told = [], []
     for prompt in prompts:
         reply = _generate(server, list(prompt), new_tokens, logprobs)
         tokens.append(tuple(reply["output_ids"]))
         if len(tokens[-1]) != new_tokens:
-            raise ServerError(f"asked for {new_tokens} tokens, the server gave {len(tokens[-1])}")
+            raise odd(server, f"asked for {new_tokens} tokens, it gave {len(tokens[-1])}")
         if logprobs:
-            told.append(_logprobs(reply, len(prompt)))
+            told.append(_logprobs(server, reply, len(prompt)))
     return Replies(tuple(map(tuple, prompts)), tuple(tokens), tuple(told) if logprobs else None)
 
 
@@ -149,17 +149,15 @@ def _generate(server: Endpoint, prompt: list[int], new_tokens: int, logprobs: bo
     }
     if logprobs:
         body |= {"return_logprob": True, "logprob_start_len": 0}
-    reply = read_json(server.post("/generate", body), "/generate")
-    if not isinstance(reply, dict) or not isinstance(reply.get("output_ids"), list):
-        raise ServerError(f"/generate answered without output_ids: {str(reply)[:200]}")
+    reply = read_json(server, "/generate", server.post("/generate", body))
+    if not isinstance(reply.get("output_ids"), list):
+        raise odd(server, f"/generate was answered without output_ids: {str(reply)[:200]}")
     return reply
 
 
-def _logprobs(reply: dict[str, Any], length: int) -> tuple[float, ...]:
+def _logprobs(server: Endpoint, reply: dict[str, Any], length: int) -> tuple[float, ...]:
     found = reply.get("meta_info", {}).get("input_token_logprobs")
     if not isinstance(found, list) or len(found) != length:
-        raise ServerError(
-            f"/generate told {len(found or [])} input logprobs of a prompt of {length} tokens; "
-            "this version or its speculative mode does not return them"
-        )
+        fact = f"/generate told {len(found or [])} input logprobs of a prompt of {length} tokens"
+        raise odd(server, f"{fact}: this version or its speculative mode does not return them")
     return tuple(float(each[0]) for each in found[1:])  # nothing comes before the first token

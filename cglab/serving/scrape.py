@@ -16,7 +16,6 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cglab.errors import ServerError
 from cglab.serving.endpoint import Endpoint, read_json
 
 Sample = tuple[Mapping[str, str], float]
@@ -147,14 +146,11 @@ def scrape(server: Endpoint) -> Scrape:
     """Asks a server for all of it.
 
     Raises:
-        ServerError: if it does not answer ``/server_info``.
+        ServerError: if it does not answer.
     """
-    info = read_json(server.get("/server_info"), "/server_info")
-    if not isinstance(info, dict):
-        raise ServerError(f"/server_info answered with a {type(info).__name__} where an object was expected")
+    info = read_json(server, "/server_info", server.get("/server_info"))
     state = (info.get("internal_states") or [{}])[0]
-    answer = server.get("/metrics")
-    gauges = _gauges(answer.text if answer.status_code == 200 else "")
+    gauges = _gauges(server.get("/metrics").text)
     log = server.log.read_text(encoding="utf-8", errors="replace") if server.log.exists() else ""
     return gather(info, state, gauges, log)
 
@@ -180,7 +176,7 @@ def gather(
             missing[name] = reason
         return value
 
-    without = "the server has no metrics; start it with --enable-metrics"
+    without = "the server's metrics lack it; is it started with --enable-metrics?"
     passes = _passes(gauges) if gauges else None
     speculative = info.get("speculative_algorithm")
     accepted = state.get("avg_spec_accept_length") or _gauge(gauges, "sglang:spec_accept_length")

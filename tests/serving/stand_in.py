@@ -30,27 +30,25 @@ class StandIn:
     def alive(self):
         return self.living
 
-    def log_tail(self, lines=20):
-        return "the last line" if self.log is None else "\n".join(self.log.read_text().splitlines()[-lines:])
+    def log_tail(self, lines=12):
+        return ["the last line"] if self.log is None else self.log.read_text().splitlines()[-lines:]
 
     def get(self, path):
         return self._answer(path, None)
 
-    def post(self, path, body=None):
-        self.posted.append((path, body))
-        return self._answer(path, body)
+    def post(self, path, json=None):
+        self.posted.append((path, json))
+        return self._answer(path, json)
 
     def _answer(self, path, body):
         if not self.living:
-            raise ServerError("the server is dead")
+            raise ServerError("the server is dead", fault="it died")
         found = self.answers.get(path)
         if callable(found):
             found = found(body)
-        if found is None:
-            return SimpleNamespace(status_code=404, text="not found")
-        if isinstance(found, int):
-            return SimpleNamespace(status_code=found, text="")
-        return SimpleNamespace(status_code=200, text=found if isinstance(found, str) else json.dumps(found))
+        if found is None or isinstance(found, int):
+            raise ServerError(f"refused {path} with status {found}", fault="it refused")
+        return SimpleNamespace(text=found if isinstance(found, str) else json.dumps(found))
 
 
 def generate(arm=0, logprobs=True):

@@ -1,0 +1,23 @@
+class ServerArgs:
+    @staticmethod
+    def add_cli_args(parser):
+        graphs = ("full", "breakable", "disabled")
+        parser.add_argument("--model-path", "--model", required=True)
+        parser.add_argument("--host", default="127.0.0.1")
+        parser.add_argument("--port", type=int, default=30000)
+        parser.add_argument("--device")
+        parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+        parser.add_argument("--cuda-graph-backend-decode", choices=graphs)
+        parser.add_argument("--cuda-graph-backend-prefill", choices=graphs)
+        parser.add_argument("--attention-backend", choices=["triton", "torch_native"])
+        parser.add_argument("--sampling-backend", choices=["pytorch", "flashinfer"])
+        parser.add_argument("--grammar-backend", choices=["none", "xgrammar"])
+        parser.add_argument("--mem-fraction-static", type=float)
+        parser.add_argument("--max-total-tokens", type=int)
+        parser.add_argument("--max-running-requests", type=int)
+        parser.add_argument("--disable-overlap-schedule", action="store_true")
+        parser.add_argument("--enable-metrics", action="store_true")
+        parser.add_argument("--tensor-parallel-size", "--tp-size", type=int, default=1)
+        parser.add_argument("--nnodes", type=int, default=1)
+        parser.add_argument("--node-rank", type=int, default=0)
+        parser.add_argument("--dist-init-addr")
