@@ -1,6 +1,7 @@
 """A server that answers as SGLang does, in this process, without a model; and a Python that has a tiny 'sglang'."""
 
 import json
+import os
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,13 +26,13 @@ class StandIn:
         self.answers = dict(answers or {})
         self.posted = []
         self.installed = SimpleNamespace(python=Path(python), version=version)
-        self.url, self.log, self.living = "http://127.0.0.1:1", log, True
+        self.url, self.log, self.living = "http://127.0.0.1:1", log or Path(os.devnull), True
 
     def alive(self):
         return self.living
 
     def log_tail(self, lines=12):
-        return ["the last line"] if self.log is None else self.log.read_text().splitlines()[-lines:]
+        return self.log.read_text().splitlines()[-lines:] or ["the last line"]
 
     def get(self, path):
         return self._answer(path, None)

@@ -18,6 +18,7 @@ class ServerArgs:
         parser.add_argument("--disable-overlap-schedule", action="store_true")
         parser.add_argument("--enable-metrics", action="store_true")
         parser.add_argument("--tensor-parallel-size", "--tp-size", type=int, default=1)
+        parser.add_argument("--random-seed", type=int)
         parser.add_argument("--nnodes", type=int, default=1)
         parser.add_argument("--node-rank", type=int, default=0)
         parser.add_argument("--dist-init-addr")
