@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 from cglab.errors import InputError, ModelError, ToggleError
+from cglab.models.presets import PRESETS
 from cglab.models.sources import HUB_NAME, shipped_models
 from cglab.serving.installed import Installed
 from cglab.serving.toggles import settings
@@ -150,6 +151,10 @@ def model_path(model: str) -> str:
         return str(folder.resolve())
     if HUB_NAME.fullmatch(model):
         return model
+    if model in PRESETS:
+        raise ModelError(
+            f"{model} is a shape without weights; make a folder of it with cglab.serving.random_weights.write_folder"
+        )
     raise ModelError(
         f"no model {model!r}: it is no shipped model ({', '.join(shipped)}), no folder and no hub id (owner/name)"
     )

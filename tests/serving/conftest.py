@@ -11,6 +11,7 @@ import pytest
 from cglab.serving import guarded, server
 from cglab.serving.arm import ServerArm
 from cglab.serving.installed import ask
+from tests.serving.processes import descendants, gone
 
 FAKE = Path(__file__).parent / "fake"
 
@@ -76,3 +77,15 @@ def launch(tmp_path, make_arm):
             )
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory):
+    """One real server on the CPU for all tests that only ask it; in its end, its processes and port are looked for."""
+    arm = ServerArm("real", "pico-gqa", device="cpu", arguments=("--dtype", "float32"))
+    with server.launch(arm, log_folder=tmp_path_factory.mktemp("real"), deadline_s=400) as started:
+        family = [started.pid, *descendants(started.pid)]
+        yield started
+    assert len(family) >= 3  # with scheduler and detokenizer
+    assert all(map(gone, family))
+    assert server.check_port(started.port)

@@ -1,4 +1,4 @@
-"""Whether processes are gone."""
+"""Which processes there are, and whether they are gone."""
 
 import contextlib
 import os
@@ -22,3 +22,9 @@ def wait_for(what, seconds=20.0):
     while not what():
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below one."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, children) for each in (child, *descendants(child))]

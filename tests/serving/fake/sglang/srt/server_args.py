@@ -6,6 +6,7 @@ class ServerArgs:
         parser.add_argument("--host", default="127.0.0.1")
         parser.add_argument("--port", type=int, default=30000)
         parser.add_argument("--device")
+        parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")
         parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
         parser.add_argument("--cuda-graph-backend-decode", choices=graphs)
         parser.add_argument("--cuda-graph-backend-prefill", choices=graphs)
