@@ -1,0 +1,82 @@
+"""``serve-compare``: a recipe's arms on real SGLang servers, in turns, beside what its source published."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from functools import partial
+from textwrap import wrap
+
+from cglab import settings
+from cglab.commands.console import FAILS, HOLDS, Outcome, advance, note, progress_bar, text_table
+from cglab.commands.files import output_folder
+from cglab.measure.published import load_published
+from cglab.measure.record import Record
+from cglab.measure.records import append
+from cglab.serving.compare import BENCH, compare_servers
+from cglab.serving.comparison import ServerComparison
+from cglab.serving.recipes import Recipe, Variant, find_recipe
+
+_SHOWN = (
+    "point", "measure", "arm", "ms", "change_percent", "verdict", "published_ms", "published_percent",
+    "user_tok_s_p50", "user_tok_s_p90", "tok_s_per_gpu", "errors", "in_flight",
+)  # fmt: skip
+
+
+def serve_compare(options: Namespace) -> Outcome:
+    """Runs one variant of a recipe; status 1 if a server failed, or two arms gave different tokens."""
+    recipe = find_recipe(options.recipe)
+    scale = options.variant or ("gpu" if settings.device().type == "cuda" else "cpu")
+    variant = recipe.variant(scale)
+    if options.model is not None:
+        variant = replace(variant, model=options.model)
+    folder = output_folder(options.out)
+    kept: list[Record] = []
+    place = settings.read_settings().data / "results" if options.save else folder
+
+    def keep(record: Record) -> None:
+        kept.append(record)
+        append(
+            place / f"{BENCH}.jsonl", [record]
+        )  # at once: whatever ends it early leaves what it has measured
+
+    with progress_bar(None, recipe.name, "server") as bar:
+        found = compare_servers(
+            variant.server_arms(folder / "models"), variant.workloads(), folder=folder,
+            instances=options.instances, order=options.order, confirm=options.confirm, declared=variant.declared,
+            devices=max(variant.gpus, 1), deadline=options.deadline, keep=keep, progress=partial(advance, bar),
+            facts=_facts(recipe, variant, scale),
+        )  # fmt: skip
+    note(f"{len(kept)} records added to {place / BENCH}.jsonl; logs are in {folder}")
+    found = replace(found, published=variant.published_figures(load_published()))
+    equal = all(each.tokens.ok for each in found.parity.values())
+    value = {
+        "recipe": recipe.name,
+        "variant": scale,
+        "cannot": list(recipe.cannot),
+        "tables": list(recipe.tables),
+    }
+    text = "\n".join([_table(found), "", str(found), *_said(recipe, variant)])
+    return Outcome(text, {**value, **found.as_dict()}, HOLDS if equal and not found.failed else FAILS)
+
+
+def _facts(recipe: Recipe, variant: Variant, scale: str) -> dict[str, str]:
+    notes = f"recipe {recipe.name}, {scale}. {variant.note}".strip()
+    weights = "random" if variant.random else "trained"
+    return {"model": variant.model, "weights": weights, "dtype": variant.dtype, "notes": notes}
+
+
+def _table(found: ServerComparison) -> str:
+    rows = [[_short(row[column]) for column in _SHOWN] for row in found.rows()]
+    return text_table(_SHOWN, rows)
+
+
+def _short(value: object) -> object:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _said(recipe: Recipe, variant: Variant) -> list[str]:
+    lines = [f"Published: {', '.join(recipe.tables)} (`cglab published` prints them)."]
+    lines += [f"{recipe.source}: {each}" for each in recipe.cannot]
+    lines += [variant.note] if variant.note else []
+    return [part for line in lines for part in wrap(line, 110)]
