@@ -1,8 +1,10 @@
 """Two equal arms of a real SGLang on the CPU: equal tokens and counts; and a server that is killed while it is driven."""
 
+import json
 import os
 import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -11,6 +13,8 @@ from cglab.errors import ServerError
 from cglab.serving.arm import ServerArm
 from cglab.serving.benchmark import run_benchmark
 from cglab.serving.compare import compare_servers
+from cglab.serving.evaluate import evaluate
+from cglab.serving.profile import profile
 from cglab.serving.server import launch
 from cglab.serving.workload import Workload, point
 from tests.serving.processes import descendants, gone, wait_for
@@ -81,3 +85,22 @@ def test_a_server_killed_while_it_is_driven_is_a_clear_error_and_leaves_nothing(
             results += run_benchmark(server, [SMALL[0], long], tmp_path, deadline=300)
     assert [each.workload for each in results] == SMALL[:1] and results[0].latency.completed == 6
     wait_for(lambda: all(map(gone, family)))
+
+
+def test_a_profile_of_the_server_is_read_by_the_labs_reader(real_server, tmp_path):
+    bodies = point(16, 4, 1, vocabulary=4096, count=2).bodies()
+    traces = profile(real_server, bodies, tmp_path, activities=("CPU",))
+    assert set(traces) == {"TP-0"} and not traces["TP-0"].device_events
+    assert any("mm" in operation.name for operation in traces["TP-0"].operations)
+
+
+def test_a_score_comes_from_the_installed_harness(real_server, tmp_path):
+    lines = [{"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"} for number in range(6)]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = evaluate(
+        arm("real"), "gsm8k", 6, 2, data=data, folder=tmp_path / "out", new_tokens=8, parallel=2,
+        start=lambda *_, **__: nullcontext(real_server),
+    )  # fmt: skip
+    assert len(found.runs) == 4 and 0 <= found.score <= 1 and 0 <= found.invalid <= 1
+    assert found.accept_length is None
