@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -101,7 +101,7 @@ def evaluate(
         instances: servers, at least 2.
         new_tokens: most of an answer.
         parallel: requests in flight.
-        deadline: seconds for a server's start and for each run.
+        deadline: seconds for a server's start and for its runs.
         start: what starts a server.
 
     Raises:
@@ -115,16 +115,15 @@ def evaluate(
     installed = ask(find_python(arm.python))
     if TASKS[task] not in installed.modules:
         raise InputError(f"{task} is not available in SGLang {installed.version}: it has no {TASKS[task]}")
-    place = Path(folder)
+    place = Path(folder).resolve()
     files = _orders(Path(data), questions, shots, place)
     runs: list[dict[str, float]] = []
     accepted: list[float] = []
     for instance in range(instances):
         with start(arm, log_folder=str(place / f"{arm.name}-{instance + 1}"), deadline_s=deadline) as server:
-            numbers = [questions, shots, new_tokens, parallel]
             # One question first, so that every run finds the examples in the cache.
-            _run(server, task, files[0], [1, shots, 1, 1], place, deadline)
-            runs += [_run(server, task, file, numbers, place, deadline) for file in files]
+            asked = [f"{files[0]}:1:1", *(f"{file}:{questions}:{parallel}" for file in files)]
+            runs += _run(server, task, [new_tokens, shots, *asked], place, deadline)[1:]
             length = scrape(server).accept_length
             accepted += [] if length is None else [length]
     return Score(
@@ -154,12 +153,13 @@ def _orders(data: Path, questions: int, shots: int, folder: Path) -> tuple[Path,
 
 
 def _run(
-    server: Endpoint, task: str, file: Path, numbers: list[int], folder: Path, deadline: float
-) -> dict[str, float]:
-    words = [str(server.installed.python), str(SCRIPT), TASKS[task], server.url, str(file.resolve())]
+    server: Endpoint, task: str, asked: Sequence[object], folder: Path, deadline: float
+) -> list[dict[str, float]]:
+    """Scores of several runs, in order."""
+    words = [str(server.installed.python), str(SCRIPT), TASKS[task], server.url]
     try:
         answer = subprocess.run(
-            [*words, *map(str, numbers)], cwd=folder, capture_output=True, text=True, timeout=deadline, check=False,
+            [*words, *map(str, asked)], cwd=folder, capture_output=True, text=True, timeout=deadline, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
@@ -172,5 +172,5 @@ def _run(
             f"the harness of {task} ended with status {answer.returncode}. Its last lines:",
             fault="the harness failed", log_lines=answer.stderr.splitlines()[-12:],
         )  # fmt: skip
-    found: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
+    found: list[dict[str, float]] = json.loads(answer.stdout.splitlines()[-1])
     return found

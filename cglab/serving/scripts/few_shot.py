@@ -1,6 +1,8 @@
-"""SGLang's own few-shot harness over a local file of questions, its score as the last line.
+"""SGLang's own few-shot harness over local files of questions; one line of scores a run, after what it prints itself.
 
-python few_shot.py MODULE URL DATA QUESTIONS SHOTS NEW_TOKENS PARALLEL
+    python few_shot.py MODULE URL NEW_TOKENS SHOTS RUN...
+
+A run is ``FILE:QUESTIONS:PARALLEL``. Importing the harness takes long, hence one process for several runs.
 """
 
 import json
@@ -8,13 +10,17 @@ import sys
 from argparse import Namespace
 from importlib import import_module
 
-module, url, data, *numbers = sys.argv[1:]
-questions, shots, new_tokens, parallel = map(int, numbers)
+module, url, new_tokens, shots, *runs = sys.argv[1:]
+harness = import_module(module)
 host, _, port = url.rpartition(":")
-found = import_module(module).run_eval(
-    Namespace(
-        host=host, port=int(port), data_path=data, num_questions=questions, num_shots=shots,
-        max_new_tokens=new_tokens, parallel=parallel, temperature=0.0,
-    )
-)  # fmt: skip
-sys.stdout.write(json.dumps({name: float(value) for name, value in found.items()}) + "\n")
+scores = []
+for run in runs:
+    data, questions, parallel = run.rsplit(":", 2)
+    found = harness.run_eval(
+        Namespace(
+            host=host, port=int(port), data_path=data, num_questions=int(questions), num_shots=int(shots),
+            max_new_tokens=int(new_tokens), parallel=int(parallel), temperature=0.0,
+        )
+    )  # fmt: skip
+    scores.append({name: float(value) for name, value in found.items()})
+sys.stdout.write(f"\n{json.dumps(scores)}\n")
