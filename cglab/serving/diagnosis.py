@@ -36,19 +36,24 @@ NEXT_STEP: Final = {
 """What to do about it."""
 
 _SIGNS: Final = {
-    # Most certain first: what argparse says, then the system, then what may also be a consequence.
     Fault.ARGUMENT: (r"error: unrecognized arguments", r"error: argument ", r"error: ambiguous option"),
     Fault.PORT: (r"address already in use", r"at \d+ is not available"),
     Fault.MEMORY: (
-        r"out of memory", r"OutOfMemoryError", r"not enough memory", r"cannot allocate memory", r"\bMemoryError\b",
-        r"bad_alloc", r"increase --?mem[-_]fraction",
+        r"out of memory", r"OutOfMemoryError", r"not enough memory", r"leave no GPU memory", r"^MemoryError\b",
+        r"can(no|')t allocate memory", r"bad_alloc", r"exit code:? -9\b",
     ),
     Fault.MODEL: (
         r"does not appear to have a file named", r"not a valid model identifier", r"Repository ?Not ?Found",
-        r"Can't load the configuration", r"Unrecognized model", r"No such file.*(config\.json|tokenizer)",
-        r"Cannot find any model weights", r"Model architectures .* not supported",
+        r"Can't load the configuration", r"does not recognize this architecture", r"Unrecognized model",
+        r"No such file.*(config\.json|tokenizer)", r"Cannot find any model weights", r"architectures .* not supported",
     ),
 }  # fmt: skip
+_ERROR: Final = re.compile(
+    r"^[\w.]*(Error|Exception)\b|\berror: |\[Errno \d+\]|exit code:? -?\d", re.IGNORECASE
+)
+"""A line that tells of an error. SGLang warns a lot, and of what does not matter, before it dies."""
+_OWN_KILL: Final = re.compile(r"kill_process_tree called")
+"""A server of which a part failed kills itself, with the signal that the system uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +77,17 @@ def diagnose(lines: Sequence[str], exit_code: int) -> Diagnosis:
         exit_code: its exit status, or the negative number of the signal that ended it.
 
     Returns:
-        The first sign of the most certain kind; without any, a process that was killed most likely took more memory
-        than there is, as the system does that unasked.
+        The last error of a known kind, as others may only follow from it; else the last error at all. A process that
+        was killed and says nothing of it most likely took more memory than there is: the system does that unasked.
     """
-    for fault, signs in _SIGNS.items():
-        for line in lines:
+    errors = [line.strip() for line in lines if _ERROR.search(line.strip())]
+    for line in reversed(errors):
+        for fault, signs in _SIGNS.items():
             if any(re.search(sign, line, re.IGNORECASE) for sign in signs):
                 return Diagnosis(fault, line)
-    if exit_code == -signal.SIGKILL:
+    if exit_code == -signal.SIGKILL and not any(_OWN_KILL.search(line) for line in lines):
         return Diagnosis(Fault.MEMORY, "killed with SIGKILL, as the system does when memory runs out")
-    return Diagnosis(Fault.DIED)
+    return Diagnosis(Fault.DIED, errors[-1] if errors else "")
 
 
 def describe_exit(exit_code: int) -> str:
