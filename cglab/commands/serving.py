@@ -19,7 +19,7 @@ from cglab.serving.recipes import Recipe, Variant, find_recipe
 
 _SHOWN = (
     "point", "measure", "arm", "ms", "change_percent", "verdict", "published_ms", "published_percent",
-    "user_tok_s_p50", "user_tok_s_p90", "tok_s_per_gpu", "errors", "in_flight",
+    "user_tok_s_p50", "user_tok_s_p90", "tok_s_per_gpu", "accept_length", "occupancy_percent", "errors", "in_flight",
 )  # fmt: skip
 
 

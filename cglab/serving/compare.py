@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from cglab.serving.comparison import ServerComparison, Turn
 from cglab.serving.endpoint import Endpoint
 from cglab.serving.fairness import require_equal_arms, require_equal_servers, seeded
 from cglab.serving.installed import Installed, ask, find_python
+from cglab.serving.occupancy import TIMER, Watch, watch_occupancy
 from cglab.serving.parity import Replies
 from cglab.serving.scrape import Scrape, scrape
 from cglab.serving.server import RunningServer, launch
@@ -162,12 +163,17 @@ def _turn(state: _Run, arm: ServerArm, instance: int) -> Turn:
             if arm.name not in state.replies:
                 _check_parity(state, arm, server)
                 before = scrape(server)  # the passes of the check are none of the load's
-            for result in run_benchmark(
-                server, state.workloads, place, deadline=state.deadline, devices=state.devices
-            ):
-                points.append(result)
-                state.keep(_record(state, arm, replace(turn, before=before), result))
-            turn = replace(turn, before=before, after=scrape(server))
+            turn = replace(turn, before=before)
+            # Reading the gauge costs the server a little, so only where its forwards are timed.
+            timed = arm.environment.get(TIMER, "0") != "0"
+            with watch_occupancy(server) if timed else nullcontext(Watch()) as watch:
+                for result in run_benchmark(
+                    server, state.workloads, place, deadline=state.deadline, devices=state.devices
+                ):
+                    points.append(result)
+                    turn.occupancy[result.workload.name] = watch.take().median
+                    state.keep(_record(state, arm, turn, result))
+            turn = replace(turn, after=scrape(server))
     except ServerError as error:
         turn = replace(turn, error=str(error))
     return replace(turn, points=tuple(points))
@@ -205,7 +211,10 @@ def _record(state: _Run, arm: ServerArm, turn: Turn, point: PointResult) -> Reco
             "arguments": list(arm.arguments), "environment": dict(arm.environment), "payload": point.payload,
         },
         samples=point.samples(),
-        metrics={**point.metrics(), **captured, "started_s": turn.started_s},
+        metrics={
+            **point.metrics(), **captured, "started_s": turn.started_s,
+            "occupancy_percent": turn.occupancy.get(point.workload.name),
+        },
         parity=state.parity[arm.name].as_dict() if arm.name in state.parity else None,
         **state.facts,
     )  # fmt: skip

@@ -32,6 +32,7 @@ class Turn:
         before: facts when it was healthy; None if it never was.
         after: facts after the last point; None if it did not come so far.
         started_s: seconds until it was healthy.
+        occupancy: forward occupancy by point, percent; None where the forwards are not timed.
         error: what ended it early; empty if nothing did.
     """
 
@@ -41,6 +42,7 @@ class Turn:
     before: Scrape | None = None
     after: Scrape | None = None
     started_s: float | None = None
+    occupancy: dict[str, float | None] = field(default_factory=dict)
     error: str = ""
 
     @property
@@ -208,6 +210,8 @@ class ServerComparison:
             "user_tok_s_p50": _median([one.user_tok_s.p50 for one in each]),
             "user_tok_s_p90": _median([one.user_tok_s.p90 for one in each]),
             "tok_s_per_gpu": _median([one.total_tok_s_per_device for one in each]),
+            "accept_length": _median([point.accept_length for _, point in found]),
+            "occupancy_percent": _median([turn.occupancy.get(workload) for turn, _ in found]),
             "errors": sum(one.errors for one in each),
             "in_flight": _sum([turn.in_flight for turn, _ in found]),
         }

@@ -12,7 +12,7 @@ from importlib import import_module
 
 module, url, new_tokens, shots, *runs = sys.argv[1:]
 harness = import_module(module)
-host, _, port = url.rpartition(":")
+host, _, port = url.removeprefix("http://").rpartition(":")
 scores = []
 for run in runs:
     data, questions, parallel = run.rsplit(":", 2)
