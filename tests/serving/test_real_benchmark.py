@@ -77,7 +77,7 @@ def test_a_server_killed_while_it_is_driven_is_a_clear_error_and_leaves_nothing(
         family = [server.pid, *descendants(server.pid)]
 
         def kill_in_the_second_point():
-            wait_for((tmp_path / "point-0.json").exists, seconds=200)
+            wait_for((tmp_path / "point-0.json").exists, seconds=400)
             os.kill(server.pid, signal.SIGKILL)
 
         threading.Thread(target=kill_in_the_second_point, daemon=True).start()
