@@ -27,7 +27,7 @@ from cglab.serving.fairness import require_equal_arms, require_equal_servers, se
 from cglab.serving.installed import Installed, ask, find_python
 from cglab.serving.occupancy import TIMER, Watch, watch_occupancy
 from cglab.serving.parity import Replies
-from cglab.serving.scrape import Scrape, scrape
+from cglab.serving.scrape import Scrape, graph_share, scrape
 from cglab.serving.server import RunningServer, launch
 from cglab.serving.workload import Workload
 
@@ -172,7 +172,8 @@ def _turn(state: _Run, arm: ServerArm, instance: int) -> Turn:
                 ):
                     points.append(result)
                     turn.occupancy[result.workload.name] = watch.take().median
-                    state.keep(_record(state, arm, turn, result))
+                    shares, before = _shares(server, before)
+                    state.keep(_record(state, arm, turn, result, shares))
             turn = replace(turn, after=scrape(server))
     except ServerError as error:
         turn = replace(turn, error=str(error))
@@ -198,8 +199,22 @@ def _check_parity(state: _Run, arm: ServerArm, server: Endpoint) -> None:
         state.parity[arm.name] = parity.compare(state.replies[arm.name], state.replies[base])
 
 
-def _record(state: _Run, arm: ServerArm, turn: Turn, point: PointResult) -> Record:
+def _shares(server: Endpoint, earlier: Scrape) -> tuple[dict[str, float | None], Scrape]:
+    """Share of passes since an earlier scrape that replayed a graph, warm-ups included, by phase; and the scrape."""
+    try:
+        now = scrape(server)
+    except ServerError:  # it died after the point, whose result stands; the next one tells of it
+        return {}, earlier
+    passes = now.passes_since(earlier)
+    return {f"graph_share_{phase}": graph_share(passes, phase) for phase in ("prefill", "decode")}, now
+
+
+def _record(
+    state: _Run, arm: ServerArm, turn: Turn, point: PointResult, shares: Mapping[str, float | None]
+) -> Record:
     captured = {} if turn.before is None else turn.before.metrics()
+    # Folders of this machine are nobody else's business.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in arm.arguments]
     return make_record(
         bench=BENCH,
         arm=arm.name,
@@ -208,11 +223,11 @@ def _record(state: _Run, arm: ServerArm, turn: Turn, point: PointResult) -> Reco
         software=state.software,
         workload={
             **point.workload.as_dict(), "instance": turn.instance, "toggles": dict(arm.toggles),
-            "arguments": list(arm.arguments), "environment": dict(arm.environment), "payload": point.payload,
+            "arguments": words, "environment": dict(arm.environment), "payload": point.payload,
         },
         samples=point.samples(),
         metrics={
-            **point.metrics(), **captured, "started_s": turn.started_s,
+            **point.metrics(), **captured, **shares, "started_s": turn.started_s,
             "occupancy_percent": turn.occupancy.get(point.workload.name),
         },
         parity=state.parity[arm.name].as_dict() if arm.name in state.parity else None,
