@@ -63,9 +63,9 @@ def open_lab(
         padding: pad to a bucket; without it every size up to ``max_batch`` is captured.
         seed: of random weights.
         debug: outputs refuse to be read once they are stale.
-        draft: a draft model for speculative decoding: a shipped one, a folder, ``random``, or a shape with random
-            weights; None decodes plainly.
-        speculation: how much is drafted; None for three steps of one candidate each.
+        draft: a draft model for speculative decoding: a shipped one, a folder, ``random``, ``random-block``, or a
+            shape with random weights; None decodes plainly.
+        speculation: how much is drafted; None for three steps of one candidate each, or a block draft's whole block.
         ops: ``portable`` or ``compiled``; None takes ``CGLAB_OPS``, else compiled on a GPU, portable on a CPU.
 
     Raises:

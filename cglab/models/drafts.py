@@ -115,7 +115,7 @@ def find_draft(name_or_folder: str | Path) -> DraftSource:
     if not folder.is_dir():
         raise ModelError(
             f"no draft {text!r}: it is no shipped draft ({', '.join(shipped) or 'none here'}), no shape with random "
-            f"weights (random, {', '.join(DRAFT_PRESETS)}) and no local folder; give one of these"
+            f"weights (random, random-block, {', '.join(DRAFT_PRESETS)}) and no local folder; give one of these"
         )
     return DraftSource(_config_of(folder), folder)
 

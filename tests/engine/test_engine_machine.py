@@ -18,14 +18,11 @@ from hypothesis.stateful import (
 )
 
 from cglab.engine.batches import SchedulerOptions
-from cglab.engine.drafters import AssistantDrafter, BlockDrafter
 from cglab.engine.engine import Engine
 from cglab.engine.requests import GREEDY, Request, Sampling
 from cglab.engine.speculation import Speculation
-from cglab.engine.speculator import Speculator
 from cglab.errors import InputError
 from cglab.graphs.options import Options
-from cglab.lab.drafting import Drafting
 from cglab.lab.phases import LabPhases
 from cglab.lab.techniques import Captures
 from cglab.models.config import ModelConfig
@@ -34,7 +31,7 @@ from cglab.models.loading import random_model
 from cglab.models.sampling import sample
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.base import GraphGroup
-from tests.engine.drafting import BlockPhases, Foretold, Prophet, assistant_of, check_state
+from tests.engine.drafting import Foretold, Prophet, assistant_drafting, block_drafting, check_state
 
 VOCABULARY, PAGE, ROOM, LARGEST_BUDGET = 53, 4, 32, 16
 SHAPE = {
@@ -43,13 +40,13 @@ SHAPE = {
 }  # fmt: skip
 WINDOW = {"sliding_window": 6, "window_layers": (1,)}
 MODES = [
-    ("full", "breakable", {}, None, LabPhases),
-    ("breakable", "full", {}, None, LabPhases),
-    ("full", "full", {}, None, LabPhases),
-    ("full", "breakable", WINDOW, None, LabPhases),
-    ("full", "breakable", WINDOW, Speculation(3), LabPhases),
-    ("full", "breakable", {}, Speculation(2, 2), LabPhases),
-    ("full", "breakable", {}, Speculation(3), BlockPhases),
+    ("full", "breakable", {}, None, None),
+    ("breakable", "full", {}, None, None),
+    ("full", "full", {}, None, None),
+    ("full", "breakable", WINDOW, None, None),
+    ("full", "breakable", WINDOW, Speculation(3), assistant_drafting),
+    ("full", "breakable", {}, Speculation(2, 2), assistant_drafting),
+    ("full", "breakable", {}, Speculation(3), block_drafting),
 ]
 SEQUENCES = 29
 """Of each mode: somewhat over two hundred in all."""
@@ -69,7 +66,7 @@ SAMPLINGS = st.builds(Sampling, st.sampled_from([0.0, 0.7, 1.3]), st.integers(0,
 class World:
     """What all sequences of one mode share: a model, a cache of 32 tokens beyond one request, and the recordings."""
 
-    def __init__(self, device, decode, prefill, window, speculation, kind):
+    def __init__(self, device, decode, prefill, window, speculation, drafting):
         self.config, self.device = ModelConfig("Qwen3ForCausalLM", **SHAPE, **window), device
         self.model = random_model(self.config, device=device, dtype=torch.float32, seed=3)
         self.kv, self.apart = self.cache(rows=6), self.cache(rows=2)
@@ -77,16 +74,13 @@ class World:
             pool.page_table[1] = torch.arange(1, 1 + ROOM // PAGE)
         self.group, captures = GraphGroup(device), Captures()
         captures.decode, captures.prefill = decode, prefill
-        self.speculation, self.assistant = speculation, assistant_of(self.model)
+        self.speculation = speculation
         self.room = ROOM - (speculation.lookahead if speculation else 0)
-        self.blocks = kind is BlockPhases
-        assisted = speculation and not self.blocks
-        self.phases = kind(
+        self.drafting = drafting(self.model, self.kv, speculation) if speculation else None
+        self.phases = LabPhases(
             self.model, self.kv, self.group, captures, buckets=(1, 2, 4, 8), prefill_buckets=(4, 8, 16),
-            options=Options(strict=True), drafting=Drafting(self.assistant, speculation) if assisted else None,
+            options=Options(strict=True), drafting=self.drafting,
         )  # fmt: skip
-        if self.blocks:
-            self.phases.open_draft(speculation, in_graph=True)
 
     def engine(self, options):
         """A fresh one; with a tree its drafts are often right, with a chain the assistant's own."""
@@ -94,11 +88,7 @@ class World:
             return Engine(self.model, self.kv, self.phases, options)
         guide = Guide(self) if self.speculation.topk > 1 else None
         runners = Foretold(self.phases, guide) if guide else self.phases
-        if self.blocks:
-            drafter = BlockDrafter(self.phases.draft, runners, self.speculation)
-        else:
-            drafter = AssistantDrafter(self.assistant, self.kv, runners, self.speculation)
-        speculator = Speculator(self.model, drafter, self.kv, runners, self.speculation)
+        speculator = self.drafting.speculator(self.kv, runners)
         engine = Engine(self.model, self.kv, self.phases, options, speculator)
         if guide:
             guide.engine = engine
@@ -232,7 +222,7 @@ class EngineMachine(RuleBasedStateMachine):
             events = self.engine.step()
         self.events += events
         self.engine.scheduler.check_invariants()
-        if self.world.blocks:
+        if self.world.drafting and self.world.drafting.feeder:
             check_state(self.engine)
         # A request yields a second token in a prefill step only where it rides along.
         ridden = (

@@ -72,7 +72,7 @@ def test_a_plant_is_taken_out_again():
     ("name", "cases", "plant", "told"),
     [
         ("verfy", 1, None, "good names: decode"),
-        ("draft_sampler", 1, None, "not in this version"),
+        ("pp_prefill", 1, None, "not in this version"),
         ("decode", 0, None, "at least 1"),
         ("decode", 1, "stale", "good names: stale-tail"),
     ],
