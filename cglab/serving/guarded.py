@@ -23,6 +23,8 @@ PATIENCE: Final = 20.0
 class GuardedProcess:
     """A command in a session of its own, under a guardian that outlives this process for as long as it takes.
 
+    Should the guardian itself be killed, the process and its group go too; a part that left the group is then missed.
+
     Args:
         command: what to run, with its arguments.
         environment: all the variables that it gets.
@@ -51,9 +53,11 @@ class GuardedProcess:
             start_new_session=True,
         )  # fmt: skip
         self._guardian = guardian
-        self._exit_code: int | None = None
+        self._exit_codes: list[int] = []  # at most one; what ends the process writes it too
         self.pid = int(_report(guardian).readline() or 0)
-        self._ended = weakref.finalize(self, _end, guardian, self.pid, grace + PATIENCE)
+        self._ended = weakref.finalize(
+            self, _end, guardian, self.pid, grace + PATIENCE, self._exit_codes, os.getpid()
+        )
 
     def exit_code(self, wait: float = 0.0) -> int | None:
         """How the process ended: its exit status, or the negative number of the signal; None while it runs.
@@ -61,12 +65,10 @@ class GuardedProcess:
         Args:
             wait: seconds to wait for its end; its end cuts them short.
         """
-        if self._exit_code is None and not self._ended.alive:
-            self._exit_code = -signal.SIGTERM
-        elif self._exit_code is None and select.select([_report(self._guardian)], [], [], wait)[0]:
-            # No line is the end of a guardian that was killed, which takes the process along.
-            self._exit_code = int(_report(self._guardian).readline() or -signal.SIGKILL)
-        return self._exit_code
+        unknown = not self._exit_codes and self._ended.alive
+        if unknown and select.select([_report(self._guardian)], [], [], wait)[0]:
+            self._exit_codes.append(_read_exit_code(self._guardian))
+        return self._exit_codes[0] if self._exit_codes else None
 
     def end(self) -> None:
         """Ends the process and all that it started, and waits until they are gone. Again does nothing."""
@@ -78,8 +80,17 @@ def _report(guardian: subprocess.Popen[bytes]) -> IO[Any]:
     return guardian.stdout
 
 
-def _end(guardian: subprocess.Popen[bytes], pid: int, patience: float) -> None:
+def _read_exit_code(guardian: subprocess.Popen[bytes]) -> int:
+    """What the guardian tells. One that tells nothing was killed, which takes the process along."""
+    return int(_report(guardian).readline() or -signal.SIGKILL)
+
+
+def _end(
+    guardian: subprocess.Popen[bytes], pid: int, patience: float, exit_codes: list[int], owner: int
+) -> None:
     """Also runs when the object is dropped and when the interpreter exits, so it holds no reference to it."""
+    if os.getpid() != owner:
+        return  # a fork of the owner exits
     assert guardian.stdin is not None  # noqa: S101 - it was asked for
     guardian.stdin.close()
     try:
@@ -90,4 +101,6 @@ def _end(guardian: subprocess.Popen[bytes], pid: int, patience: float) -> None:
     if guardian.returncode and pid:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
+    if not exit_codes:
+        exit_codes.append(_read_exit_code(guardian))
     _report(guardian).close()

@@ -69,7 +69,7 @@ class RunningServer:
 
     def alive(self) -> bool:
         """Whether its process runs."""
-        return self._process.exit_code() is None
+        return not self._closed and self._process.exit_code() is None
 
     def log_tail(self, lines: int = SHOWN) -> list[str]:
         """The last lines of its log that say something, oldest first."""

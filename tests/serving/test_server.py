@@ -1,5 +1,6 @@
 """A server is one object: healthy or a clear error within the deadline, and nothing of it is left."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from cglab.serving.arm import ServerArm
 from tests.serving.processes import gone, wait_for
 
 OWNER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from cglab.serving import guarded
 from cglab.serving.arm import ServerArm
@@ -25,7 +26,9 @@ guarded.GRACE = 0.3
 python, folder, ending = sys.argv[1:]
 environment = {"FAKE_PIDS": folder + "/pids"}
 server = launch(ServerArm("fake", "pico-gqa", environment=environment, python=Path(python)), log_folder=folder)
-print(server.pid, server.port, flush=True)
+fork = os.fork() if ending == "fork" else 0  # which holds all pipes of its parent
+if fork or ending != "fork":
+    print(server.pid, server.port, fork, flush=True)
 if ending == "exit":
     sys.exit()
 time.sleep(60)
@@ -169,19 +172,20 @@ def test_ctrl_c_while_a_server_starts_leaves_nothing(launch, pids, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serving.RunningServer, "wait_until_healthy", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         launch()
     assert all(map(gone, pids()))
+    assert caught.tb  # a notebook keeps the last traceback, and with it all that its frames hold
 
 
-@pytest.mark.parametrize("ending", ["exit", "kill"])
+@pytest.mark.parametrize("ending", ["exit", "kill", "fork"])
 def test_nothing_is_left_when_the_interpreter_exits_or_is_killed(root, tmp_path, fake_python, pids, ending):
     command = [sys.executable, "-c", OWNER, str(fake_python), str(tmp_path), ending]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as owner:
-        pid, port = map(int, owner.stdout.readline().split())
+        pid, port, fork = map(int, owner.stdout.readline().split())
         family = pids()
         assert family[0] == pid
-        if ending == "kill":
+        if ending != "exit":
             assert not any(map(gone, family))
             owner.send_signal(signal.SIGKILL)
         assert owner.wait(30) == (0 if ending == "exit" else -signal.SIGKILL)
@@ -189,14 +193,39 @@ def test_nothing_is_left_when_the_interpreter_exits_or_is_killed(root, tmp_path,
             assert all(map(gone, family))
     wait_for(lambda: all(map(gone, family)))
     assert not listens(port)
+    if fork:
+        os.kill(fork, signal.SIGKILL)
 
 
 def test_a_guardian_that_is_killed_takes_the_server_along(launch, pids):
     server = launch()
+    _, deaf, plain = pids()
     server._process._guardian.kill()
     wait_for(lambda: gone(server.pid))
     assert not server.alive()
     server.close()
+    wait_for(lambda: gone(plain))
+    os.kill(deaf, signal.SIGKILL)  # it left the group, and nobody is left who knows of it
+
+
+def test_a_fork_of_the_owner_that_exits_ends_nothing(launch):
+    """It has the finalizers of its parent, and runs them at its exit."""
+    server = launch()
+    child = os.fork()
+    if not child:
+        try:
+            server.close()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert server.alive() and server.get("/health").is_success
+
+
+def test_an_ended_server_tells_how_it_ended(launch):
+    server = launch()
+    assert server._process.exit_code() is None
+    server.close()
+    assert server._process.exit_code() == -signal.SIGTERM
 
 
 def test_a_dropped_server_is_ended(launch, pids, tmp_path, make_arm):

@@ -129,9 +129,12 @@ def main(arguments: Sequence[str]) -> int:
     statuses: dict[int, int] = {}
     while reap(statuses) and server not in statuses and not gone.wait():
         pass
-    if server in statuses:
+    by_itself = server in statuses
+    if by_itself:
         tell(statuses[server])
     end(server, statuses, grace)
+    if not by_itself:
+        tell(statuses[server])
     return 0
 
 
