@@ -171,6 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--confirm", type=_count, metavar="N", help="instances to go on to where a difference shows"
     )
+    # Every command has its home in ``run``.
+    serve.add_argument("--run", dest="run_name", metavar="NAME", help="joins the records of several commands")
     serve.add_argument("--variant", metavar="NAME", help="published, gpu or cpu (default: by the device)")
     serve.add_argument(
         "--model", metavar="NAME", help="another model than the recipe's: a folder or a hub id"

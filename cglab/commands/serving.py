@@ -6,16 +6,18 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from textwrap import wrap
+from typing import Any
 
 from cglab import settings
 from cglab.commands.console import FAILS, HOLDS, Outcome, advance, note, progress_bar, text_table
 from cglab.commands.files import output_folder
 from cglab.measure.published import load_published
 from cglab.measure.record import Record
-from cglab.measure.records import append
+from cglab.measure.records import append, load
 from cglab.serving.compare import BENCH, compare_servers
 from cglab.serving.comparison import ServerComparison
 from cglab.serving.recipes import Recipe, Variant, find_recipe
+from cglab.serving.recorded import RecordedServers
 
 _SHOWN = (
     "point", "measure", "arm", "ms", "change_percent", "verdict", "published_ms", "published_percent",
@@ -32,31 +34,32 @@ def serve_compare(options: Namespace) -> Outcome:
         variant = replace(variant, model=options.model)
     folder = output_folder(options.out)
     kept: list[Record] = []
-    place = settings.read_settings().data / "results" if options.save else folder
+    place = (settings.read_settings().data / "results" if options.save else folder) / f"{BENCH}.jsonl"
 
     def keep(record: Record) -> None:
         kept.append(record)
-        append(
-            place / f"{BENCH}.jsonl", [record]
-        )  # at once: whatever ends it early leaves what it has measured
+        append(place, [record])  # at once: whatever ends it early leaves what it has measured
 
     with progress_bar(None, recipe.name, "server") as bar:
         found = compare_servers(
             variant.server_arms(folder / "models"), variant.workloads(), folder=folder,
             instances=options.instances, order=options.order, confirm=options.confirm, declared=variant.declared,
             devices=max(variant.gpus, 1), deadline=options.deadline, keep=keep, progress=partial(advance, bar),
-            facts=_facts(recipe, variant, scale),
+            run=options.run_name, facts=_facts(recipe, variant, scale),
         )  # fmt: skip
-    note(f"{len(kept)} records added to {place / BENCH}.jsonl; logs are in {folder}")
+    note(f"{len(kept)} records added to {place}; logs are in {folder}")
     found = replace(found, published=variant.published_figures(load_published()))
     equal = all(each.tokens.ok for each in found.parity.values())
-    value = {
-        "recipe": recipe.name,
-        "variant": scale,
-        "cannot": list(recipe.cannot),
-        "tables": list(recipe.tables),
-    }
+    value: dict[str, Any] = {
+        "recipe": recipe.name, "variant": scale, "cannot": list(recipe.cannot), "tables": list(recipe.tables),
+    }  # fmt: skip
     text = "\n".join([_table(found), "", str(found), *_said(recipe, variant)])
+    if options.run_name is not None:
+        whole = RecordedServers(
+            (tuple(each for each in load(place).records if each.run == options.run_name),)
+        )
+        value["run"] = whole.rows()
+        text += f"\nAll instances of run {options.run_name}:\n{whole.as_frame().to_string(index=False)}"
     return Outcome(text, {**value, **found.as_dict()}, HOLDS if equal and not found.failed else FAILS)
 
 

@@ -59,7 +59,7 @@ class _Run:
     keep: Callable[[Record], None]
     start: Launch
     facts: Mapping[str, Any]
-    run: str = field(default_factory=new_run)
+    run: str
     turns: list[Turn] = field(default_factory=list)
     replies: dict[str, Replies] = field(default_factory=dict)
     parity: dict[str, parity.ServerParity] = field(default_factory=dict)
@@ -80,6 +80,7 @@ def compare_servers(
     keep: Callable[[Record], None] = lambda _: None,
     progress: Callable[[str], None] = lambda _: None,
     start: Launch = launch,
+    run: str | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> ServerComparison:
     """Measures arms in turns, each instance a server of its own.
@@ -99,6 +100,8 @@ def compare_servers(
         keep: called with each record at once.
         progress: called with what comes next.
         start: what starts a server.
+        run: a name that the records of several calls share, where one call cannot have all instances, such as ``AB``,
+            ``BA`` and ``AB`` after it; None for one of its own.
         facts: more fields of the records: ``model``, ``weights``, ``dtype``, ``notes``.
 
     Raises:
@@ -116,7 +119,7 @@ def compare_servers(
     planned = _turns(names, instances, order)
     state = _Run(
         arms, tuple(workloads), installed, Path(folder), declared, deadline, devices, keep, start, facts or {},
-        software=_software(installed),
+        run=run or new_run(), software=_software(installed),
     )  # fmt: skip
     _take(state, planned, progress)
     found = _comparison(state)

@@ -7,6 +7,7 @@ import pytest
 from cglab.commands import serving
 from cglab.measure.statistics import false_positive_rate
 from tests.serving.test_compare import POINT, synthetic
+from tests.serving.test_recorded_servers import turn
 
 
 @pytest.fixture
@@ -24,6 +25,7 @@ def compared(monkeypatch, tmp_path):
 
 def test_a_recipe_runs_at_the_scale_of_the_device_and_says_what_it_cannot(ask, compared, tmp_path):
     status, out, err = ask("serve-compare", "s3", "--instances", "4", "--out", tmp_path)
+    assert status == 0, err
     assert status == 0 and compared["instances"] == 4 and compared["devices"] == 1
     assert [arm.name for arm in compared["arms"]] == ["first", "second"]
     assert len(compared["workloads"]) == 2 and compared["facts"]["weights"] == "trained"
@@ -40,6 +42,19 @@ def test_json_is_one_value_with_the_published_tables_named(ask_json, compared, t
     assert [arm.toggles["prefill"] for arm in compared["arms"]] == ["eager", "breakable", "full"]
     assert compared["facts"]["weights"] == "random"
     json.dumps(value)
+
+
+def test_instances_of_several_commands_are_one_run(ask_json, ask, monkeypatch, compared, tmp_path):
+    def compare(arms, workloads, *, keep, run, **_):
+        for arm, ms in ("off", 10.0), ("on", 5.0):
+            keep(turn(run, arm, 0, ms))
+        return synthetic(tmp_path, [(0.2, 0.1)])
+
+    monkeypatch.setattr(serving, "compare_servers", compare)
+    words = ("serve-compare", "s1", "--instances", "1", "--run", "mine", "--out", tmp_path / "out")
+    verdicts = [ask_json(*words)[1]["run"][1]["verdict"] for _ in range(3)]
+    assert verdicts == ["undecided", "undecided", "faster"]
+    assert "All instances of run mine" in ask(*words)[1]
 
 
 def test_another_model_may_be_named(ask, compared, tmp_path):
