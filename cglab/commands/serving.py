@@ -70,8 +70,10 @@ def _facts(recipe: Recipe, variant: Variant, scale: str) -> dict[str, str]:
 
 
 def _table(found: ServerComparison) -> str:
-    rows = [[_short(row[column]) for column in _SHOWN] for row in found.rows()]
-    return text_table(_SHOWN, rows)
+    """The columns that say anything: not every arm has drafts, or a published figure."""
+    rows = found.rows()
+    shown = [column for column in _SHOWN if any(row[column] is not None for row in rows)]
+    return text_table(shown, [[_short(row[column]) for column in shown] for row in rows])
 
 
 def _short(value: object) -> object:

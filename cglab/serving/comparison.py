@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Final
 
 from cglab.measure.ab import ABResult, judge
-from cglab.measure.statistics import THRESHOLD, false_positive_rate
+from cglab.measure.statistics import FEWEST_INSTANCES, THRESHOLD, false_positive_rate
 from cglab.serving.benchmark import PointResult
 from cglab.serving.parity import ServerParity
 from cglab.serving.scrape import Scrape, graph_share
@@ -191,10 +191,7 @@ class ServerComparison:
         for arm, by_phase in self.shares().items():
             told = ", ".join(f"{phase} {share:.0%}" for phase, share in by_phase.items() if share is not None)
             lines.append(f"{arm}: passes that replayed a graph: {told or 'not known'}")
-        lines.append(
-            f"A difference counts from {THRESHOLD:.0%} where instances do not overlap; with {self.instances} instances "
-            f"that errs in {self.false_positive_rate:.1%} of equal pairs."
-        )
+        lines.append(_rule(self.instances))
         return "\n".join(lines)
 
     def _rates(self, arm: str, workload: str) -> dict[str, Any]:
@@ -221,6 +218,15 @@ class ServerComparison:
             (turn.before for turn in self.turns if turn.arm == arm and turn.before is not None), None
         )
         return {} if first is None else first.metrics()
+
+
+def _rule(instances: int) -> str:
+    if instances < FEWEST_INSTANCES:
+        return f"{instances} instances of each arm: no verdict, which takes {FEWEST_INSTANCES}; the rule is S3's."
+    return (
+        f"A difference counts from {THRESHOLD:.0%} where instances do not overlap; with {instances} instances that "
+        f"errs in {false_positive_rate(instances):.1%} of equal pairs."
+    )
 
 
 def _median(values: Sequence[float | None]) -> float | None:
