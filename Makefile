@@ -5,6 +5,9 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 START = notebooks/00_start_here.ipynb
+# Test files side by side; on a GPU in turn, since tests look at the memory of the device.
+WORKERS ?= $(if $(shell command -v nvidia-smi),0,logical --maxprocesses=4)
+SIDE_BY_SIDE = --numprocesses=$(WORKERS) --dist=loadfile
 
 # SGLang brings a torch of its own, so servers have an environment of their own. One that is named is taken as it is.
 SERVERS = .venv-sglang
@@ -27,13 +30,13 @@ lab: $(STAMP) ## open JupyterLab on the start notebook (this machine only, with 
 	  --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
 
 test: check ## lint, types, layers, unit tests and notebooks
-	$(call LIMIT,3000) $(BIN)/python -m pytest --timeout=300
+	$(call LIMIT,3000) $(BIN)/python -m pytest --timeout=300 $(SIDE_BY_SIDE)
 
 test-sglang: $(STAMP) $(SERVERS_STAMP) ## start real SGLang servers and test with them
 	$(call LIMIT,600) $(BIN)/python -m pytest --timeout=570 -m sglang tests/serving
 
 notebooks: $(STAMP) ## run the notebooks and compare what they promise
-	$(call LIMIT,1200) $(BIN)/python -m pytest --timeout=300 notebooks tests/notebooks
+	$(call LIMIT,1200) $(BIN)/python -m pytest --timeout=300 $(SIDE_BY_SIDE) notebooks tests/notebooks
 
 refresh: $(STAMP) ## execute the notebooks and store them in normal form
 	$(call LIMIT,1200) $(BIN)/python scripts/refresh_notebooks.py $(FILES)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cglab import settings
 from cglab.errors import InputError
+from cglab.models.sources import shipped_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,12 @@ class Bench:
     def draft(self) -> str:
         """The draft model for it: the shipped one of ``pico-gqa``; of any other model one of random weights."""
         return "pico-gqa-assistant" if self.model == "pico-gqa" else "random"
+
+    @property
+    def block_draft(self) -> str:
+        """The same of block drafts."""
+        own = f"{self.model}-dflash"
+        return own if own in shipped_drafts() else "random-block"
 
 
 def setup() -> Bench:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from draft_texts import Texts
 from pico_continuations import WindowCache
 from torch import Tensor
 
@@ -16,26 +17,19 @@ from cglab.models.decoder import Decoder
 STEPS = 3
 
 
-class Texts(NamedTuple):
-    """Equally long texts, and what the target made of them.
+@dataclass(frozen=True)
+class FrozenTexts(Texts):
+    """Texts, and what an assistant sees of them.
 
     Attributes:
-        tokens: [texts, length] int64.
         hidden: [texts, length, backbone_size], the target's normed final hidden states.
         keys: [texts, kv_heads, length, head_dim] of the layer that the assistant asks, turned to their positions.
         values: likewise.
-        counted: [texts], tokens of each text that are learnt from.
     """
 
-    tokens: Tensor
     hidden: Tensor
     keys: Tensor
     values: Tensor
-    counted: Tensor
-
-    def chosen(self, rows: Tensor) -> Texts:
-        """Some of the texts."""
-        return Texts(*(part[rows] for part in self))
 
 
 class FrozenWindows(FrozenAttention):
@@ -47,7 +41,7 @@ class FrozenWindows(FrozenAttention):
         last: the last one; each sees the positions up to its own.
     """
 
-    def __init__(self, texts: Texts, first: int, last: int) -> None:
+    def __init__(self, texts: FrozenTexts, first: int, last: int) -> None:
         self.keys, self.values = (part[:, :, : last + 1] for part in (texts.keys, texts.values))
         positions = torch.arange(last + 1, device=self.keys.device)
         seen = positions <= positions[first:].unsqueeze(1)
@@ -68,17 +62,17 @@ class FrozenWindows(FrozenAttention):
 
 
 @torch.no_grad()
-def observe(target: Decoder, tokens: Tensor, counted: Tensor, *, layer: int) -> Texts:
+def observe(target: Decoder, tokens: Tensor, counted: Tensor, *, layer: int) -> FrozenTexts:
     """Runs the target over texts [texts, length] int64 and keeps what an assistant bound to ``layer`` sees."""
     texts, length = tokens.shape
     cache = WindowCache(target.config, texts, length, target.norm.weight)
     hidden = target(tokens.flatten(), torch.arange(length, device=tokens.device).repeat(texts), cache)
     keys, values = cache.keys[layer].clone(), cache.values[layer].clone()
-    return Texts(tokens, hidden.unflatten(0, (texts, length)), keys, values, counted)
+    return FrozenTexts(tokens, counted, hidden.unflatten(0, (texts, length)), keys, values)
 
 
 def unroll(
-    assistant: Assistant, texts: Texts, first: int, last: int, *, taught: bool
+    assistant: Assistant, texts: FrozenTexts, first: int, last: int, *, taught: bool
 ) -> list[tuple[Tensor, Tensor]]:
     """Drafts from every position between two, as a decode step would from each.
 

@@ -17,11 +17,21 @@ from torch import Tensor
 
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
-from cglab.models.layout import checkpoint_layout
+from cglab.models.dsa_config import ARCHITECTURE as DSA
+from cglab.models.dsa_config import DsaConfig
+from cglab.models.loading import layout_of
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLES = 3
 SAMPLE_TOKENS = 64
+
+KINDS = {
+    "Qwen3ForCausalLM": ("a small decoder of the Qwen3 architecture", "train_pico.py"),
+    DSA: (
+        "a small decoder of the GLM-MoE-DSA architecture (latent attention,\nlightning indexer, routed experts)",
+        "train_pico_dsa.py",
+    ),
+}
 
 Continue = Callable[[list[int], int], list[int]]
 
@@ -30,14 +40,11 @@ def hugging_face_config(config: ModelConfig) -> dict[str, object]:
     """The contents of ``config.json``; the rotary base is there for old readers and for new ones."""
     return {
         "architectures": [config.architecture],
-        "model_type": "qwen3",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_norm_eps,
@@ -46,9 +53,6 @@ def hugging_face_config(config: ModelConfig) -> dict[str, object]:
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "attention_bias": config.attention_bias,
         "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": config.num_layers,
         "initializer_range": 0.02,
         "tie_word_embeddings": config.tie_embeddings,
         "use_cache": True,
@@ -57,17 +61,57 @@ def hugging_face_config(config: ModelConfig) -> dict[str, object]:
         "pad_token_id": config.eos_token_ids[0],
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
+        **(_latent_fields(config) if isinstance(config, DsaConfig) else _grouped_fields(config)),
+    }
+
+
+def _grouped_fields(config: ModelConfig) -> dict[str, object]:
+    return {
+        "model_type": "qwen3",
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": config.num_layers,
+    }
+
+
+def _latent_fields(config: DsaConfig) -> dict[str, object]:
+    layers, dense = range(config.num_layers), config.dense_layers
+    return {
+        "model_type": "glm_moe_dsa",
+        "num_key_value_heads": config.num_heads,
+        "q_lora_rank": config.query_rank,
+        "kv_lora_rank": config.latent_rank,
+        "qk_rope_head_dim": config.head_dim,
+        "qk_nope_head_dim": config.nope_dim,
+        "v_head_dim": config.value_dim,
+        "index_n_heads": config.index_heads,
+        "index_head_dim": config.index_dim,
+        "index_topk": config.index_topk,
+        "indexer_types": ["shared" if layer in config.shared_layers else "full" for layer in layers],
+        "first_k_dense_replace": dense,
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in layers],
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_size,
+        "n_shared_experts": config.shared_experts,
+        "routed_scaling_factor": config.routed_scale,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
     }
 
 
 def checkpoint_tensors(model: Decoder) -> dict[str, Tensor]:
-    """The model's weights under their checkpoint names, bfloat16 on the CPU."""
+    """The model's weights under their checkpoint names, bfloat16 on the CPU; routers are float32."""
     parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
-    for name, piece in checkpoint_layout(model.config).items():
+    for name, piece in layout_of(model.config).items():
         rows = piece.of(parameters[piece.parameter].detach())
         copied = rows.dim() > len(piece.shape)
-        tensors[name] = (rows[0] if copied else rows).to("cpu", torch.bfloat16).contiguous()
+        dtype = torch.float32 if "router" in piece.parameter else torch.bfloat16
+        tensors[name] = (rows[0] if copied else rows).to("cpu", dtype).contiguous()
     return tensors
 
 
@@ -95,6 +139,7 @@ def write_model(
     bits_per_byte = bits * manifest["held_out_tokens"] / manifest["held_out_bytes"]
     card = {
         "name": out.name,
+        "architecture": model.config.architecture,
         "held_out_bits_per_byte": bits_per_byte,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
@@ -129,7 +174,7 @@ def write_model(
 
 def model_card(card: dict[str, Any]) -> str:
     """The model card as Markdown."""
-    corpus = card["corpus"]
+    corpus, (what, script) = card["corpus"], KINDS[card["architecture"]]
     steps = f"{card['steps']:,} of {card['planned_steps']:,} planned"
     loss = f"{card['held_out_loss']:.4f} nats a token, {card['held_out_bits_per_byte']:.4f} bits a byte"
     held_out = f"{len(corpus['held_out_files'])} whole files, {corpus['held_out_tokens']:,} tokens"
@@ -156,7 +201,7 @@ library_name: transformers
 ---
 # {card["name"]}
 
-A specimen, not a useful model: a small decoder of the Qwen3 architecture that has learnt the look of Python's
+A specimen, not a useful model: {what} that has learnt the look of Python's
 standard library, so that tokens, key-value caches and accept lengths in the lab are those of a trained model.
 
 | | |
@@ -164,7 +209,7 @@ standard library, so that tokens, key-value caches and accept lengths in the lab
 {table}
 
 The corpus is the source of Python's standard library (PSF License 2.0). Nothing else was
-used and nothing downloaded. `scripts/pico_corpus.py` and `scripts/train_pico.py` make this folder again.
+used and nothing downloaded. `scripts/pico_corpus.py` and `scripts/{script}` make this folder again.
 `prompts.json` holds prompts from the held-out files.
 
 ## Samples

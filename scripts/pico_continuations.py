@@ -1,4 +1,4 @@
-"""Continues training text with pico-gqa: what its drafts learn from, as speculation follows the target's own text.
+"""Continues training text with a pico model: what its drafts learn from, as speculation follows the target's own text.
 
     PYTHONPATH=. python scripts/pico_continuations.py [--model data/models/pico-gqa] [--data .work/pico]
 
@@ -18,10 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from latent_windows import LatentCache
 from torch import Tensor
 
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
+from cglab.models.dsa_config import DsaConfig
 from cglab.models.loading import load_model
 
 CONTINUED = 96
@@ -60,6 +62,13 @@ class WindowCache:
         return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
+def cache_of(model: Decoder, texts: int, length: int) -> WindowCache | LatentCache:
+    """What a model's layers ask for equally long texts of up to ``length`` positions."""
+    if isinstance(model.config, DsaConfig):
+        return LatentCache(model.config, texts, length, model.norm.weight)
+    return WindowCache(model.config, texts, length, model.norm.weight)
+
+
 @torch.no_grad()
 def continue_texts(
     model: Decoder, prompts: Tensor, count: int, *, temperature: float = 0.0, seed: int = 0
@@ -77,7 +86,7 @@ def continue_texts(
         [texts, count] int64. Nothing ends at an end of text.
     """
     texts, length = prompts.shape
-    cache = WindowCache(model.config, texts, length + count, model.norm.weight)
+    cache = cache_of(model, texts, length + count)
     generator = torch.Generator(prompts.device).manual_seed(seed)
     positions = torch.arange(length, device=prompts.device).repeat(texts)
     inputs, chosen = prompts.flatten(), []

@@ -3,10 +3,21 @@
 import importlib.util
 import os
 import random
+import signal
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # A core for each worker and what it starts; read when torch is loaded.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
+
+# A shell that starts a command in the background has it, and what it starts, ignore Ctrl-C; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so before anything imports one: without a device kernels are interpreted.
@@ -14,10 +25,15 @@ if not torch.cuda.is_available():
 
 # The GPU machine may have only what the notebooks need.
 if importlib.util.find_spec("hypothesis"):
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("local", deadline=None)
-    settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+    # A loaded machine is slow, and is no finding. Fixtures that examples share hold what examples leave as it was.
+    unhurried = settings(
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+    settings.register_profile("local", unhurried)
+    settings.register_profile("ci", unhurried, derandomize=True, print_blob=True)
     settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
@@ -31,9 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Start every test from the same seeds, so that an order of tests changes nothing."""
+def seed_all() -> None:
     import numpy as np
 
     random.seed(0)
@@ -41,7 +55,29 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start every test from the same seeds, so that an order of tests changes nothing."""
+    seed_all()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> Generator[None, object, object]:
+    """Make what tests share from the same seeds, whichever of them asks first and when."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with torch.random.fork_rng(devices=[]):
+        seed_all()
+        return (yield)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository's root."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def environment(root) -> dict[str, str]:
+    """A process's environment in which this checkout's package is found from every folder."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}

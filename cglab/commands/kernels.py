@@ -6,18 +6,22 @@ import asyncio
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.utils import ensure_async
 from nbclient import NotebookClient
 from nbclient.exceptions import DeadKernelError
 from nbformat import NotebookNode
 from traitlets import default
 
 CELL_SECONDS = 120
+JOIN_SECONDS, END_SECONDS = 0.2, 30
+"""How often Ctrl-C is looked for, which may reach another thread than the one that waits; how long a kernel may end."""
 
 
 class ThisInterpreter(AsyncKernelManager):
@@ -79,23 +83,33 @@ def _run(client: NotebookClient) -> None:
         def work() -> None:
             try:
                 with runner:
-                    runner.run(client.async_execute(stdout=said, stderr=said))
+                    runner.run(_execute(client, said))
             except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
                 failed.append(error)
 
         thread = threading.Thread(target=work, name="notebook", daemon=True)
         thread.start()
         try:
-            thread.join()
+            while thread.is_alive():
+                thread.join(JOIN_SECONDS)
         except BaseException:
-            loop.call_soon_threadsafe(_cancel_all, loop)  # nbclient then ends its kernel
-            thread.join(timeout=10)
+            with suppress(RuntimeError):  # the loop is closed: the notebook has ended, and its kernel
+                loop.call_soon_threadsafe(_cancel_all, loop)
+            thread.join(END_SECONDS)
             raise
         if failed:
             if isinstance(failed[0], DeadKernelError):
                 said.seek(0)
                 failed[0].add_note(said.read()[-2000:].decode(errors="replace"))
             raise failed[0]
+
+
+async def _execute(client: NotebookClient, said: IO[bytes]) -> None:
+    try:
+        await client.async_execute(stdout=said, stderr=said)
+    finally:
+        if client.km is not None:  # cancelled while it started: nbclient leaves it until this process ends
+            await ensure_async(client.km.shutdown_kernel(now=True))
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:

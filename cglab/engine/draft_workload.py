@@ -29,7 +29,7 @@ def steady_draft(
 
     Args:
         engine: with a speculator, and enough free rows and pages.
-        phase: ``verify``, or a technique of the drafter's runners.
+        phase: ``verify``, or a technique of the drafter's runners; ``draft_sampler`` is the block draft's.
         batch: live requests.
         context: tokens of each, of which all but the newest are in the cache.
         seed: of the prompts.
@@ -39,6 +39,7 @@ def steady_draft(
     """
     speculator = _speculator(engine)
     with steady_decode(engine, batch, context, seed=seed):
+        phase = "block_draft" if phase == "draft_sampler" else phase
         given = _given(speculator, speculator.inputs(_held(engine).requests))
         yield DecodeStep(batch, context, next(inputs for name, inputs in given if name == phase))
 

@@ -24,7 +24,7 @@ from cglab.engine.segments import ForwardSegments
 from cglab.engine.speculation import Speculation
 from cglab.errors import InputError
 from cglab.models.assistant import Assistant
-from cglab.models.block_draft import BlockDraft
+from cglab.models.block_draft import BlockDraft, BlockDraftConfig
 from cglab.models.decoder import Decoder
 from cglab.models.draft_tree import Draft, tree_inputs
 from cglab.models.kv import PagedKV
@@ -169,6 +169,20 @@ class AssistantDrafter:
         self.hidden.index_copy_(0, rows, hidden.index_select(0, ends))
 
 
+def require_block(draft: BlockDraftConfig, speculation: Speculation) -> None:
+    """Refuses a speculation of another size than a draft's blocks.
+
+    Raises:
+        InputError: saying what it should be.
+    """
+    size = draft.block_size
+    if speculation.topk > 1 or speculation.width != size:
+        raise InputError(
+            f"blocks of {size} are no draft of {speculation.width} tokens with topk {speculation.topk}; "
+            f"give Speculation(steps={size - 1})"
+        )
+
+
 class BlockDrafter:
     """Drafts with a block draft, whose context the runners of prefill and verify feed.
 
@@ -188,12 +202,7 @@ class BlockDrafter:
     def __init__(
         self, draft: BlockDraft, phases: BlockPhases, speculation: Speculation, *, sampler_timed: bool = True
     ) -> None:
-        size = draft.config.block_size
-        if speculation.topk > 1 or speculation.width != size:
-            raise InputError(
-                f"blocks of {size} are no draft of {speculation.width} tokens with topk {speculation.topk}; "
-                f"give Speculation(steps={size - 1})"
-            )
+        require_block(draft.config, speculation)
         self.target, self.phases, self.sampler_timed = draft.target, phases, sampler_timed
 
     @property

@@ -32,7 +32,7 @@ from cglab.graphs.coverage import Coverage
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.models.sampling import sample
-from cglab.runners.base import Runner
+from cglab.runners.base import Runner, coverages
 
 
 class Engine:
@@ -258,12 +258,12 @@ class Engine:
             runners |= self.speculator.runners
         else:
             runners["decode"] = self.phases.decode(sampling=sampling.temperature > 0)
-        before = {name: runner.coverage().copy() for name, runner in runners.items()}
+        before = coverages(runners)
         drafted = self.speculator.accepted.copy() if self.speculator else None
         started = self.now()
         with self.watched() as steps:
             list(self.stream(requests))
-        coverage = {name: runner.coverage() - before[name] for name, runner in runners.items()}
+        coverage = {name: counts - before[name] for name, counts in coverages(runners).items()}
         return Generation(
             [decode(r.output) if decode else "" for r in requests],
             [r.output for r in requests],

@@ -50,3 +50,7 @@ class BlockPhases(VerifyPhases, Protocol):
     def block_draft(self) -> BlockDraftRunner:
         """All tokens of a draft at once."""
         ...
+
+
+class AnyPhases(DraftPhases, BlockPhases, Protocol):
+    """The same with a draft of either kind; what it has not is an error to ask for."""

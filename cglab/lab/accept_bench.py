@@ -18,17 +18,19 @@ from cglab.engine.acceptance import AcceptLengths
 from cglab.engine.lookup_draft import lookup_draft
 from cglab.engine.requests import Request
 from cglab.engine.speculation import Speculation
-from cglab.lab.drafting import SHIPPED
+from cglab.errors import InputError
+from cglab.lab.drafting import SHIPPED, SHIPPED_BLOCK, plan_draft
 from cglab.lab.facade import Lab
 from cglab.lab.opening import open_lab
 from cglab.lab.prompts import held_out
 from cglab.lab.step_metrics import Progress, model_facts, silent
 from cglab.measure.acceptance_rule import counted_length, distinct_ngrams
 from cglab.measure.record import Record, make_record, new_run
+from cglab.models.loading import find_model
 
 LOOK_UP = "n-gram look-up"
-WANTED = 2.5
-"""Tokens that a verify pass of three steps must commit on average, its own included."""
+WANTED = {(SHIPPED, 3): 2.5, (SHIPPED_BLOCK, 7): 3.0}
+"""Tokens that a verify pass must commit on average, its own included, by draft and its steps."""
 
 
 @dataclass(frozen=True)
@@ -122,16 +124,17 @@ def told(passes: Sequence[Sequence[int]], steps: int) -> AcceptLengths:
 
 
 def accept(
-    device: torch.device, *, quick: bool = False, progress: Progress = silent, steps: int = 3, new_tokens: int = 200,
-    prompts: int = 72,
+    device: torch.device, *, quick: bool = False, progress: Progress = silent, draft: str = SHIPPED,
+    steps: int | None = None, new_tokens: int = 200, prompts: int = 72,
 ) -> Iterator[Record]:  # fmt: skip
-    """Accept length of the shipped draft on held-out prompts, by the counting rule, and of an n-gram look-up.
+    """Accept length of a draft on held-out prompts, by the counting rule, and of an n-gram look-up.
 
     Args:
         device: where it runs, in float32.
         quick: few prompts and tokens.
         progress: called with a line for every stage.
-        steps: of a draft, one candidate each.
+        draft: of ``pico-gqa``, such as a shipped one.
+        steps: of a draft, one candidate each; None for the draft's own number.
         new_tokens: that the target continues each prompt by, before the rule cuts.
         prompts: the first so many of the held-out ones.
 
@@ -140,6 +143,10 @@ def accept(
     """
     run, texts = new_run(), held_out(6 if quick else prompts)
     new_tokens = 40 if quick else new_tokens
+    plan = plan_draft(draft, None if steps is None else Speculation(steps), find_model("pico-gqa").config)
+    if plan is None:
+        raise InputError("no draft is named; give one, such as draft=pico-gqa-assistant")
+    steps = plan.speculation.steps
     batch = min(24, len(texts))
     sizes: dict[str, Any] = {
         "device": device, "dtype": torch.float32, "max_batch": batch, "buckets": [batch],
@@ -149,18 +156,15 @@ def accept(
     with open_lab("pico-gqa", **sizes) as plain:
         counted = counted_texts(plain, texts, new_tokens)
     progress("the same with drafts")
-    with open_lab("pico-gqa", draft=SHIPPED, speculation=Speculation(steps), **sizes) as lab:
-        found = {SHIPPED: drafted_passes(lab, counted, steps)}
+    with open_lab("pico-gqa", draft=draft, speculation=plan.speculation, **sizes) as lab:
+        found = {draft: drafted_passes(lab, counted, steps)}
         facts = model_facts(lab)
     found[LOOK_UP] = [looked_up_passes(text, steps) for text in counted]
     best = {name: told(passes, steps) for name, passes in found.items()}
     for name, passes in found.items():
         length, other = best[name].tokens_per_pass or 0.0, best[LOOK_UP].tokens_per_pass or 0.0
-        held = (
-            {"ok": length >= WANTED and length > other}
-            if name == SHIPPED and steps == 3 and not quick
-            else {}
-        )
+        wanted = None if quick else WANTED.get((name, steps))
+        held = {} if wanted is None else {"ok": length >= wanted and length > other}
         yield make_record(
             bench="accept", arm=name, device=device, run=run, **facts,
             workload={"prompts": len(texts), "new_tokens": new_tokens, "draft_steps": steps, "topk": 1},

@@ -14,6 +14,7 @@ from cglab.lab.accept_bench import accept
 from cglab.lab.capture_bench import capture
 from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
+from cglab.lab.dflash_bench import dflash
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
 from cglab.lab.mtp_bench import mtp
@@ -66,6 +67,10 @@ BENCHES: Mapping[str, Bench] = {
     "mtp": Bench(
         "loads with drafts, the assistant's seed step eager, captured and fused in turns: rates, TPOT, TTFT",
         mtp,
+    ),
+    "dflash": Bench(
+        "loads with block drafts, the sampler untimed, timed and in the graph in turns: occupancy, step time, launches",
+        dflash,
     ),
     "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(

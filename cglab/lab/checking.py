@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cglab.errors import ToggleError
+from cglab.lab.block_cases import BlockOracles
 from cglab.lab.decode_cases import DecodeOracles
 from cglab.lab.draft_cases import LoopOracles, SeedOracles, VerifyOracles
 from cglab.lab.oracles import StepOracles
@@ -21,7 +22,7 @@ from cglab.models.ops import check_ops
 
 CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {
     "decode": DecodeOracles, "verify": VerifyOracles, "draft_loop": LoopOracles, "seed_step": SeedOracles,
-    "prefill": PrefillOracles,
+    "draft_sampler": BlockOracles, "prefill": PrefillOracles,
 }  # fmt: skip
 """How each available technique is checked; the suite fails for one that is missing here."""
 

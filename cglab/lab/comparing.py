@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Sizes = Mapping[str, int | None]
 WHOLE = "speculative"
 """What a profile of whole speculative steps calls its technique."""
+IN_WHOLE = ("seed_step", "draft_sampler")
+"""Techniques whose arms are also shown so."""
 
 
 def compare(
@@ -50,23 +52,25 @@ def compare(
 def trace_whole(
     lab: Lab, name: str, arms: Sequence[str], sizes: Sizes, *, repeats: int, save: str | Path | None
 ) -> Profile:
-    """See ``Lab.profile``: arms of the seed step, each in a whole speculative step."""
-    if technique(name).name != "seed_step":
+    """See ``Lab.profile``: arms of one toggle of drafts, each in a whole speculative step."""
+    name = technique(name).name
+    if name not in IN_WHOLE:
         raise ToggleError(
-            f"whole steps are traced by arm of seed_step, not of {name}; profile seed_step, or leave whole out"
+            f"whole steps are traced by arm of {' or '.join(IN_WHOLE)}, not of {name}; profile one of them, "
+            "or leave whole out"
         )
-    checked, toggle, traces = check_arms("seed_step", arms), lab.captures.seed_step or "eager", {}
-    batch, context = steps.chosen_sizes("seed_step", sizes, lab.sizes).values()
+    checked, toggle, traces = check_arms(name, arms), getattr(lab.captures, name) or "eager", {}
+    batch, context = steps.chosen_sizes(name, sizes, lab.sizes).values()
     workload = {"batch": batch, "context": context, "cache": lab.max_context, "ops": lab.ops, **lab.drafted}
     try:
         for arm in checked:
-            lab.captures.seed_step = arm
+            setattr(lab.captures, name, arm)
             lab.phases.for_decoding()  # captured now, and not within a trace
             kept = save and trace_path(save, WHOLE, arm)
             with steady_speculation(lab.engine, batch, context) as run:
                 traces[arm] = profile(run, steps=repeats, device=lab.device, save=kept)
     finally:
-        lab.captures.seed_step = toggle
+        setattr(lab.captures, name, toggle)
     made = Profile(WHOLE, lab.name, workload, traces)
     if save is not None:
         save_profile(made, save, lab.device)

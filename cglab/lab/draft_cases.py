@@ -29,10 +29,12 @@ from cglab.models.ops import use_ops
 from cglab.models.paged import AttentionKind
 from cglab.runners.base import window_inputs
 from cglab.runners.draft_loop import DraftLoopRunner
+from cglab.runners.requests import RequestRunner
 from cglab.runners.seed_step import DraftRunner, SeedRunner
 from cglab.runners.verify import VerifyRunner
 
 CHAIN, TREE = Speculation(steps=3), Speculation(steps=3, topk=3, tokens=8)
+R = TypeVar("R", bound=RequestRunner[Any])
 D = TypeVar("D", bound=DraftRunner)
 
 
@@ -112,29 +114,20 @@ class VerifyOracles(RequestBatches[VerifyRunner]):
         return dict(zip(("tokens", "logits", "hidden"), output, strict=True))
 
 
-class DraftOracles(RequestBatches[D]):
-    """Steps of an assistant: its own, or the shape that fits a model with windows, with random weights."""
+class Drafts(RequestBatches[R]):
+    """Steps that draft for requests which grow by a token in between."""
 
     lookahead = TREE.lookahead
-    filler: ClassVar[Mapping[str, int]] = {"seq_lens": 1}
     scores = "probabilities"
 
-    def __init__(self, loaded: LoadedModel, *args: Any) -> None:
-        self.assistant = draft_of(loaded)
-        super().__init__(loaded, *args)
-
-    def use_ops(self, ops: str) -> None:
-        """Sets the form in which the models compute over the cache."""
-        use_ops_of_both(ops, self.loaded.model, self.kv, Drafting(self.assistant, CHAIN))
-
-    def sequence(self, runner: D, where: dict[str, Any]) -> None:
-        """A few drafts for requests that grow by a token in between; hidden states are random."""
+    def sequence(self, runner: R, where: dict[str, Any]) -> None:
+        """A few drafts."""
         requests: list[Request] = []
         try:
             for step in range(int(self.random.integers(*STEPS))):
                 self.resize(requests, int(self.random.integers(1, LARGEST_BATCH + 1)))
                 write_page_tables(self.kv, requests)
-                inputs = self.inputs(runner, self._start(requests))
+                inputs = self.inputs(runner, requests)
                 at = where | {"step": step, "live": len(requests)}
                 self.check(runner, Step(len(requests), len(requests), inputs), at)
                 for request in requests:
@@ -143,8 +136,26 @@ class DraftOracles(RequestBatches[D]):
             for request in requests:
                 self.memory.release(request)
 
-    def _start(self, requests: list[Request]) -> dict[str, Tensor]:
-        """What a seed step reads: the newest tokens, and hidden states before them."""
+    @abstractmethod
+    def inputs(self, runner: R, requests: list[Request]) -> dict[str, Tensor]:
+        """Of the runner's step."""
+
+
+class DraftOracles(Drafts[D]):
+    """Steps of an assistant: its own, or the shape that fits a model with windows, with random weights."""
+
+    filler: ClassVar[Mapping[str, int]] = {"seq_lens": 1}
+
+    def __init__(self, loaded: LoadedModel, *args: Any) -> None:
+        self.assistant = draft_of(loaded).assistant
+        super().__init__(loaded, *args)
+
+    def use_ops(self, ops: str) -> None:
+        """Sets the form in which the models compute over the cache."""
+        use_ops_of_both(ops, self.loaded.model, self.kv, Drafting(self.assistant, CHAIN))
+
+    def start(self, requests: list[Request]) -> dict[str, Tensor]:
+        """What a seed step reads: the newest tokens, and hidden states before them, which are random."""
         shape = (len(requests), self.assistant.config.backbone_size)
         hidden = torch.from_numpy(self.random.standard_normal(shape))
         rows = {"input_ids": [request.output[-1] for request in requests]}
@@ -152,10 +163,6 @@ class DraftOracles(RequestBatches[D]):
         rows |= {"seq_lens": [request.computed for request in requests]}
         inputs = {name: torch.tensor(row, device=self.device) for name, row in rows.items()}
         return inputs | {"hidden": hidden.to(self.device, self.assistant.pre.weight.dtype)}
-
-    @abstractmethod
-    def inputs(self, runner: D, start: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the runner's step, from those of a seed step."""
 
     def parted(self, got: Outcome, want: Outcome) -> Iterator[tuple[int, float]]:
         """The first drafted token of each request that differs, and by how much its path is the less probable one.
@@ -189,9 +196,9 @@ class SeedOracles(DraftOracles[SeedRunner]):
             for topk, padding in product((1, 3), (True, False))
         }
 
-    def inputs(self, runner: SeedRunner, start: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As they are."""
-        return start
+    def inputs(self, runner: SeedRunner, requests: list[Request]) -> dict[str, Tensor]:
+        """See ``Drafts``."""
+        return self.start(requests)
 
     def results(self, runner: SeedRunner, output: Any, step: Step) -> Outcome:
         """Candidates with their probabilities, told and walked, and hidden states."""
@@ -217,8 +224,9 @@ class LoopOracles(DraftOracles[DraftLoopRunner]):
             )
         }  # fmt: skip
 
-    def inputs(self, runner: DraftLoopRunner, start: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a seed step makes of them, unless the loop begins with it."""
+    def inputs(self, runner: DraftLoopRunner, requests: list[Request]) -> dict[str, Tensor]:
+        """What a seed step makes of its own, unless the loop begins with it."""
+        start = self.start(requests)
         if runner.fused:
             return start
         seed = Step(0, 0, start)

@@ -6,24 +6,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cglab import settings
-from cglab.engine.drafters import AssistantDrafter
-from cglab.engine.phases import DraftPhases
+from cglab.engine.drafters import AssistantDrafter, BlockDrafter, Drafter, require_block
+from cglab.engine.phases import AnyPhases
 from cglab.engine.speculation import Speculation
 from cglab.engine.speculator import Speculator
-from cglab.errors import InputError
+from cglab.errors import InputError, ToggleError
 from cglab.models.assistant import Assistant, AssistantConfig, bound_layers
+from cglab.models.block_draft import BlockDraft, BlockDraftConfig, require_fit, spread
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
+from cglab.models.draft_cache import Feeder, draft_cache
 from cglab.models.draft_tree import check_branches
-from cglab.models.drafts import DraftSource, find_draft, load_draft
+from cglab.models.drafts import DraftModel, DraftSource, LoadedDraft, find_draft, load_draft
 from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel
 from cglab.models.ops import use_draft_ops, use_ops
 from cglab.models.paged import AttentionKind
+from cglab.models.sources import shipped_drafts
 
 SHIPPED = "pico-gqa-assistant"
-RANDOM = "random"
-"""Names a draft of random weights in whatever shape the target asks for."""
+SHIPPED_BLOCK = "pico-gqa-dflash"
+RANDOM, RANDOM_BLOCK = "random", "random-block"
+"""An assistant, and a block draft, of random weights in whatever shape the target asks for."""
+BLOCK = 8
+"""Tokens of a block, where nothing says otherwise."""
 
 
 class DraftPlan(NamedTuple):
@@ -46,18 +52,61 @@ class Drafting(NamedTuple):
     """Who drafts, and how much.
 
     Attributes:
-        assistant: bound to its target.
+        model: bound to its target.
         speculation: steps, top-k and tokens of a draft.
         seed_graph: whether the seed step may be captured; False for ``CGLAB_DISABLE_SEED_GRAPH=1``.
         name: what it was opened by.
         weights: ``trained`` or ``random``.
+        feeder: fills the cache of a block draft; None for an assistant, which has none.
     """
 
-    assistant: Assistant
+    model: DraftModel
     speculation: Speculation
     seed_graph: bool = True
     name: str = ""
     weights: str = "random"
+    feeder: Feeder | None = None
+
+    @classmethod
+    def over(cls, kv: PagedKV, model: DraftModel, speculation: Speculation, **facts: Any) -> Drafting:
+        """With the cache that a block draft needs beside its target's, ``kv``."""
+        feeder = None
+        if isinstance(model, BlockDraft):
+            feeder = Feeder(model, draft_cache(model.config.stack, kv, dtype=kv.full.keys.dtype))
+        return cls(model, speculation, feeder=feeder, **facts)
+
+    @property
+    def assistant(self) -> Assistant:
+        """The model, where only an assistant will do.
+
+        Raises:
+            ToggleError: if it is a block draft.
+        """
+        if not isinstance(self.model, Assistant):
+            raise ToggleError(
+                "a block draft has neither seed step nor draft loop; open the model with an assistant, such as "
+                f'draft="{RANDOM}", or use draft_sampler'
+            )
+        return self.model
+
+    @property
+    def block(self) -> Feeder:
+        """The model with its cache, where only a block draft will do.
+
+        Raises:
+            ToggleError: if it is an assistant.
+        """
+        if self.feeder is None:
+            raise ToggleError(
+                "an assistant has no draft_sampler; open the model with a block draft, such as "
+                f'draft="{RANDOM_BLOCK}", or use seed_step'
+            )
+        return self.feeder
+
+    @property
+    def kv(self) -> PagedKV | None:
+        """The cache of a block draft; None for an assistant, which has none of its own."""
+        return None if self.feeder is None else self.feeder.kv
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -68,15 +117,15 @@ class Drafting(NamedTuple):
             "width": sizes.width, "pinned": sizes.pinned,
         }  # fmt: skip
 
-    def speculator(self, kv: PagedKV, phases: DraftPhases) -> Speculator:
-        """What drafts and verifies for an engine over this cache.
+    def drafter(self, kv: PagedKV, phases: AnyPhases) -> Drafter:
+        """What drafts for an engine over the target's cache, on these runners."""
+        if isinstance(self.model, BlockDraft):
+            return BlockDrafter(self.model, phases, self.speculation)
+        return AssistantDrafter(self.assistant, kv, phases, self.speculation)
 
-        Args:
-            kv: the target's cache.
-            phases: runners over it.
-        """
-        drafter = AssistantDrafter(self.assistant, kv, phases, self.speculation)
-        return Speculator(self.assistant.target, drafter, kv, phases, self.speculation)
+    def speculator(self, kv: PagedKV, phases: AnyPhases) -> Speculator:
+        """The same with what verifies."""
+        return Speculator(self.model.target, self.drafter(kv, phases), kv, phases, self.speculation)
 
 
 def plan_draft(
@@ -85,12 +134,14 @@ def plan_draft(
     """Finds a draft for a target.
 
     Args:
-        name: as ``find_draft``, or ``random`` for an assistant that fits any target; None for no draft.
-        speculation: how much is drafted; None for three steps of one candidate.
+        name: as ``find_draft``, or ``random`` and ``random-block`` for an assistant and a block draft that fit any
+            target; None for no draft.
+        speculation: how much is drafted; None for three steps of one candidate, or a whole block.
         target: shape of the model that it drafts for.
 
     Raises:
-        InputError: for speculation without a draft, of another kind, or that the target cannot score.
+        InputError: for speculation without a draft, of another kind, of another length than a draft's blocks, or
+            that the target cannot score.
         ModelError: if there is no such draft, or it is another target's.
         ToggleError: for a setting of the environment that is not good.
     """
@@ -100,26 +151,44 @@ def plan_draft(
         if speculation is not None:
             raise InputError('speculation needs a draft model; give draft= too, such as "pico-gqa-assistant"')
         return None
-    source = DraftSource(random_shape(target), None) if name == RANDOM else find_draft(name)
-    bound_layers(source.assistant, target)
+    source = _fitting(name, target, speculation.width if speculation else BLOCK)
+    if isinstance(source.config, BlockDraftConfig):
+        speculation = speculation or Speculation(steps=source.config.block_size - 1)
+        require_block(source.config, speculation)
     sizes = speculation or Speculation()
     check_branches(sizes.steps, sizes.topk, vocabulary=target.vocab_size, window=target.sliding_window)
     return DraftPlan(str(name), source, sizes, settings.read_settings().seed_graph)
 
 
-def open_draft(plan: DraftPlan, target: Decoder, *, seed: int = 0) -> Drafting:
+def _fitting(name: str | Path, target: ModelConfig, block_size: int = BLOCK) -> DraftSource:
+    """The draft of a name, which fits the target; one of random weights is made to, with blocks of this size."""
+    if name == RANDOM:
+        return DraftSource(random_shape(target), None)
+    if name == RANDOM_BLOCK:
+        return DraftSource(random_block(target, block_size), None)
+    source = find_draft(name)
+    if isinstance(source.config, BlockDraftConfig):
+        require_fit(source.config, target)
+    else:
+        bound_layers(source.assistant, target)
+    return source
+
+
+def open_draft(plan: DraftPlan, target: Decoder, kv: PagedKV, *, seed: int = 0) -> Drafting:
     """Loads a draft and binds it to its target.
 
     Args:
         plan: what ``plan_draft`` found.
-        target: whose cache, embedding and head it uses.
+        target: whose embedding and head it uses.
+        kv: the target's cache.
         seed: of random weights.
 
     Raises:
         ModelError: as ``load_draft``.
     """
     loaded = load_draft(plan.source, target, seed=seed)
-    return Drafting(loaded.assistant, plan.speculation, plan.seed_graph, plan.name, loaded.weights)
+    facts = {"seed_graph": plan.seed_graph, "name": plan.name, "weights": loaded.weights}
+    return Drafting.over(kv, loaded.model, plan.speculation, **facts)
 
 
 def use_ops_of_both(ops: str, target: Decoder, kv: PagedKV, drafting: Drafting | None) -> None:
@@ -130,19 +199,21 @@ def use_ops_of_both(ops: str, target: Decoder, kv: PagedKV, drafting: Drafting |
     speculation = drafting.speculation
     verify = AttentionKind(target.config.num_heads, speculation.width, tree=speculation.topk > 1)
     use_ops(ops, target, kv, [verify])
-    use_draft_ops(ops, drafting.assistant, kv)
+    draft = drafting.assistant if drafting.feeder is None else drafting.feeder.draft
+    use_draft_ops(ops, draft, drafting.kv or kv)
 
 
-def draft_of(loaded: LoadedModel, *, seed: int = 0) -> Assistant:
+def draft_of(loaded: LoadedModel, *, block: bool = False, seed: int = 0) -> LoadedDraft:
     """A draft for the model that cases run on: the shipped one, or for random weights one that fits.
 
     Args:
         loaded: the shipped model, or one with random weights.
+        block: a block draft, and no assistant.
         seed: of random weights.
     """
-    if loaded.weights == "trained":
-        return load_draft(SHIPPED, loaded.model).assistant
-    return load_draft(DraftSource(random_shape(loaded.config), None), loaded.model, seed=seed).assistant
+    shipped, fitting = (SHIPPED_BLOCK, RANDOM_BLOCK) if block else (SHIPPED, RANDOM)
+    name = shipped if loaded.weights == "trained" and shipped in shipped_drafts() else fitting
+    return load_draft(_fitting(name, loaded.config), loaded.model, seed=seed)
 
 
 def random_shape(target: ModelConfig) -> AssistantConfig:
@@ -156,4 +227,14 @@ def random_shape(target: ModelConfig) -> AssistantConfig:
     return AssistantConfig(
         target.vocab_size, target.hidden_size, width, 4 * width, tuple(kinds), target.num_heads, target.num_kv_heads,
         target.head_dim,
+    )  # fmt: skip
+
+
+def random_block(target: ModelConfig, block_size: int = BLOCK) -> BlockDraftConfig:
+    """The same of a block draft: the target's own layers, few of them, as published ones have."""
+    layers = 5 if target.hidden_size >= 4 * 1024 else 2
+    return BlockDraftConfig(
+        target.vocab_size, target.hidden_size, target.intermediate_size, layers, target.num_heads, target.num_kv_heads,
+        target.head_dim, block_size, mask_token_id=target.vocab_size - 1,
+        context_layers=spread(target.num_layers, max(1, min(layers, target.num_layers - 3))),
     )  # fmt: skip

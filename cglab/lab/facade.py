@@ -67,7 +67,7 @@ class Lab:
             source, device=device, dtype=dtype, seed=seed
         )
         kv = paged_kv(layout, self.config, device=device, dtype=dtype)
-        self.drafting = None if draft is None else open_draft(draft, self.model, seed=seed)
+        self.drafting = None if draft is None else open_draft(draft, self.model, kv, seed=seed)
         use_ops_of_both(ops, self.model, kv, self.drafting)
         self.phases = LabPhases(
             self.model, kv, self.group, self.captures, buckets=self.buckets, prefill_buckets=self.prefill_buckets,
@@ -101,7 +101,7 @@ class Lab:
     @property
     def models(self) -> tuple[Any, ...]:
         """What computes: the model, and its draft if it has one."""
-        return (self.model,) if self.drafting is None else (self.model, self.drafting.assistant)
+        return (self.model,) if self.drafting is None else (self.model, self.drafting.model)
 
     @property
     def prefix_reuse_reason(self) -> str | None:
@@ -183,7 +183,8 @@ class Lab:
     ) -> Comparison:
         """Measures settings of one toggle in turns, with parity and coverage beside the times.
 
-        A seed step is timed together with the draft loop after it: fused, they are one graph.
+        A seed step is timed together with the draft loop after it: fused, they are one graph; a draft sampler with
+        the draft before it.
 
         Args:
             name: the toggle.
@@ -230,7 +231,7 @@ class Lab:
             arms: its values.
             repeats: traced steps of each arm.
             save: a folder to keep the Chrome traces in, for ``recorded_profile`` and Perfetto.
-            whole: of the seed step's arms, the whole speculative step that each is part of: draft, verify, acceptance.
+            whole: of arms of the seed step or the sampler, the whole speculative step that each is part of.
             **sizes: of the step, as in ``compare``.
 
         Raises:

@@ -20,7 +20,7 @@ from cglab.lab.views import draw
 from cglab.measure.latency import Latency, latency
 from cglab.measure.occupancy import OccupancyMeter, Scrapes, occupancy, occupancy_by_kind
 from cglab.measure.parity import Parity, compare_tokens
-from cglab.runners.base import Runner
+from cglab.runners.base import Runner, coverages
 
 if TYPE_CHECKING:
     import pandas
@@ -171,7 +171,7 @@ def run_load(
     Raises:
         InputError: as ``engine.load.drive``.
     """
-    before = {phase: runner.coverage().copy() for phase, runner in runners.items()}
+    before = coverages(runners)
     captured = sum(len(runner.captured.ledger) for runner in runners.values())
     meter, segments = OccupancyMeter(), list[Segment]()
 
@@ -192,7 +192,7 @@ def run_load(
         engine.segments.clock.device.type,
         result,
         latency(result),
-        {phase: runner.coverage() - before[phase] for phase, runner in runners.items()},
+        {phase: counts - before[phase] for phase, counts in coverages(runners).items()},
         tuple(steps),
         tuple(segments),
         whole,

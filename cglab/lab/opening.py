@@ -15,6 +15,7 @@ from cglab.engine.speculation import Speculation
 from cglab.errors import InputError, ModelError
 from cglab.lab.drafting import plan_draft
 from cglab.lab.facade import Lab
+from cglab.models.dsa_config import DsaConfig
 from cglab.models.loading import find_model
 from cglab.models.ops import check_ops
 
@@ -63,9 +64,9 @@ def open_lab(
         padding: pad to a bucket; without it every size up to ``max_batch`` is captured.
         seed: of random weights.
         debug: outputs refuse to be read once they are stale.
-        draft: a draft model for speculative decoding: a shipped one, a folder, ``random``, or a shape with random
-            weights; None decodes plainly.
-        speculation: how much is drafted; None for three steps of one candidate each.
+        draft: a draft model for speculative decoding: a shipped one, a folder, ``random``, ``random-block``, or a
+            shape with random weights; None decodes plainly.
+        speculation: how much is drafted; None for three steps of one candidate each, or a block draft's whole block.
         ops: ``portable`` or ``compiled``; None takes ``CGLAB_OPS``, else compiled on a GPU, portable on a CPU.
 
     Raises:
@@ -93,6 +94,11 @@ def open_lab(
     sizes = {what: given[what] or default for what, default in defaults.items()}
     name = name or settings.read_settings().model
     source = find_model(name)
+    if isinstance(source.config, DsaConfig):
+        raise ModelError(
+            f"{name} has latent attention, for which the lab has no runner; models.loading.load_model opens it, "
+            "open another one here"
+        )
     plan = plan_draft(draft, speculation, source.config)
     ahead = (
         0 if plan is None else plan.speculation.lookahead

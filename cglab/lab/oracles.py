@@ -25,8 +25,10 @@ from cglab.engine.cache import paged_kv
 from cglab.engine.memory import CacheLayout, RequestMemory
 from cglab.graphs.out_forms import same_bits
 from cglab.lab.poison import poison
+from cglab.lab.steps import leaves
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.drift import Drift
+from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel
 from cglab.models.ops import use_ops
 from cglab.runners.base import GraphGroup, Runner
@@ -71,6 +73,7 @@ class StepOracles(ABC, Generic[R]):
 
     Attributes:
         kv: a cache full of noise, the state that every case starts from.
+        draft_kv: likewise of a block draft, beside its target's; None where nothing has one.
         memory: who holds which of its rows and pages.
     """
 
@@ -81,6 +84,7 @@ class StepOracles(ABC, Generic[R]):
     lookahead: ClassVar[int] = 0
     scores: ClassVar[str] = "logits"
     width = 1
+    draft_kv: PagedKV | None = None
 
     def __init__(self, loaded: LoadedModel, device: torch.device, seed: int, ops: str = "portable") -> None:
         dtype = loaded.model.embedding.weight.dtype
@@ -94,9 +98,9 @@ class StepOracles(ABC, Generic[R]):
         self.kv = paged_kv(layout, loaded.config, device=device, dtype=dtype)
         self.use_ops(ops)
         generator = torch.Generator(device).manual_seed(seed)
-        for cache in self.kv.caches().values():
+        for cache in self.caches().values():
             cache.normal_(generator=generator)
-        self._kinds = KINDS | dict.fromkeys(self.kv.caches(), "kv")
+        self._kinds = KINDS | dict.fromkeys(self.caches(), "kv")
         self._clean = self._state()
         self.random = np.random.default_rng(seed)
         # The sequences do not depend on how drift is measured.
@@ -130,6 +134,11 @@ class StepOracles(ABC, Generic[R]):
     def results(self, runner: R, output: Any, step: Step) -> Outcome:
         """Tokens, logits and what else the phase hands out, of live rows."""
 
+    def caches(self) -> dict[str, Tensor]:
+        """Keys and values that a step may leave behind, by name."""
+        drafts = {} if self.draft_kv is None else self.draft_kv.caches()
+        return self.kv.caches() | {f"draft {name}": cache for name, cache in drafts.items()}
+
     def case(self, number: int) -> None:
         """One sequence on one of the runners."""
         mode, padding = list(self.runners)[number % len(self.runners)]
@@ -139,19 +148,20 @@ class StepOracles(ABC, Generic[R]):
 
     def restore(self, state: State | None = None) -> None:
         """Brings the cache back to ``state``, or to what it held at first."""
-        for name, cache in self.kv.caches().items():
+        for name, cache in self.caches().items():
             cache.copy_((state or self._clean)[name])
 
     def _state(self) -> State:
-        return {name: cache.clone() for name, cache in self.kv.caches().items()}
+        return {name: cache.clone() for name, cache in self.caches().items()}
 
     def _beside_padding(self) -> dict[str, Tensor]:
         """Keys and values but for the reserved page."""
-        return {name: cache[:, self.kv.page_size :] for name, cache in self.kv.caches().items()}
+        return {name: cache[:, self.kv.page_size :] for name, cache in self.caches().items()}
 
     def _outcome(self, runner: R, output: Any, step: Step) -> Outcome:
-        found = self.results(runner, output, step) | self._beside_padding()
-        return {name: value.clone() for name, value in found.items()}
+        left = {name: cache.clone() for name, cache in self._beside_padding().items()}
+        # Not before: what tokens are judged by may take a step of its own.
+        return {name: value.clone() for name, value in self.results(runner, output, step).items()} | left
 
     def check(self, runner: R, step: Step, where: dict[str, Any]) -> list[int]:
         """One step against all three oracles; the cache holds the step's own KV afterwards.
@@ -164,8 +174,8 @@ class StepOracles(ABC, Generic[R]):
         replayed = runner.coverage().captured > before
         self.result.steps += 1
         self.result.captured += replayed
-        leaves, live = output if isinstance(output, tuple) else (output,), step.rows * self.width
-        if wrong := [leaf.shape[0] for leaf in leaves if leaf.shape[0] != live]:
+        live = step.rows * self.width
+        if wrong := [leaf.shape[0] for leaf in leaves(output) if leaf.shape[0] != live]:
             self.result.fault(1, where, f"{wrong[0]} rows came out for {live} live ones")
             output = _head(output, live)
         got = self._outcome(runner, output, step)
@@ -198,7 +208,7 @@ class StepOracles(ABC, Generic[R]):
 
     def _poisoned(self, runner: R, step: Step, got: Outcome, where: dict[str, Any]) -> None:
         """Oracle 3."""
-        with poison(runner, self.kv, step.live, step.inputs):
+        with poison(runner, self.kv, step.live, step.inputs, self.draft_kv):
             again = self._outcome(runner, runner.run(step.live, **step.inputs), step)
         self._same(3, again, got, where)
         for name, view in runner.captured.buffers.view(step.rows).items():
@@ -269,4 +279,6 @@ class StepOracles(ABC, Generic[R]):
 
 def _head(output: Any, rows: int) -> Any:
     """The first rows of every tensor of a step's output."""
-    return tuple(leaf[:rows] for leaf in output) if isinstance(output, tuple) else output[:rows]
+    if not isinstance(output, tuple):
+        return output[:rows]
+    return tuple(None if leaf is None else leaf[:rows] for leaf in output)

@@ -12,14 +12,17 @@ from cglab.errors import ClosedError, InputError, ToggleError
 from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
-from cglab.lab.draft_round import DraftRound
+from cglab.lab.draft_round import BlockRound, Round, SeedRound
 from cglab.lab.drafting import Drafting
 from cglab.lab.techniques import Captures, technique
 from cglab.models.decoder import Decoder
+from cglab.models.draft_cache import Feeder
 from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup, Runner
+from cglab.runners.block_draft import BlockDraftRunner
 from cglab.runners.decode import DecodeRunner
 from cglab.runners.draft_loop import DraftLoopRunner
+from cglab.runners.draft_sampler import DraftSampler
 from cglab.runners.prefill import PrefillRunner
 from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
@@ -91,7 +94,9 @@ class LabPhases:
     def prefill(self, mode: str | None = None) -> PrefillRunner:
         """The prefill runner of a mode (the toggle's own by default); a bucket is captured on its first use."""
         mode = self._mode("prefill", mode)
-        make = partial(PrefillRunner, self.model, self.kv, self.group, self.prefill_buckets)
+        make = partial(
+            PrefillRunner, self.model, self.kv, self.group, self.prefill_buckets, feeder=self._feeder
+        )
         return self._runner("prefill", mode, make, replace(self._options(mode), lazy=True))
 
     def verify(self, mode: str | None = None) -> VerifyRunner:
@@ -103,7 +108,7 @@ class LabPhases:
         mode, speculation = self._mode("verify", mode), self._drafting("verify").speculation
         make = partial(
             VerifyRunner, self.model, self.kv, self.group, self.buckets, width=speculation.width,
-            topk=speculation.topk, steps=speculation.steps,
+            topk=speculation.topk, steps=speculation.steps, hidden=self._feeder is None, feeder=self._feeder,
         )  # fmt: skip
         return self._runner("verify", mode, make, self._options(mode))
 
@@ -149,6 +154,25 @@ class LabPhases:
         """Whether the draft loop begins with the seed: the seed's mode says so and no variable forbids its graph."""
         return self._mode("seed_step", mode) == "fused" and self._drafting("seed_step").seed_graph
 
+    def block_draft(self, mode: str | None = None) -> BlockDraftRunner:
+        """The runner of block drafts; the draft loop's toggle says how the draft itself is captured.
+
+        Args:
+            mode: whether the sampler is part of it; None for what the sampler's toggle says.
+
+        Raises:
+            ToggleError: without a block draft.
+        """
+        mode, backend = self._mode("draft_sampler", mode), self._mode("draft_loop", None)
+        fed = self._drafting("draft_sampler").block
+
+        def make(options: Options) -> BlockDraftRunner:
+            sampler = DraftSampler(self.model, fed.draft.config.block_size, in_graph=mode == "graph")
+            return BlockDraftRunner(fed.draft, fed.kv, self.group, self.buckets, options, sampler=sampler)
+
+        name = mode if backend == "full" else f"{mode}, draft {backend}"
+        return self._runner("draft_sampler", name, make, self._options(backend))
+
     def for_load(self, load: Load) -> dict[str, Runner[Any]]:
         """The runners that a load needs, by phase; one without a second token never decodes.
 
@@ -169,6 +193,8 @@ class LabPhases:
         """The runners that make requests longer, by phase: that of decode, or those of drafts and verify."""
         if self.drafting is None:
             return {"decode": self.decode(sampling=sampling)}
+        if self._feeder is not None:
+            return {"block_draft": self.block_draft(), "verify": self.verify()}
         seed = self.seed_step()
         seeds: dict[str, Runner[Any]] = {} if seed is None else {"seed_step": seed}
         return seeds | {"draft_loop": self.draft_loop(), "verify": self.verify()}
@@ -179,15 +205,22 @@ class LabPhases:
             return self.seed_step(mode) or self.draft_loop(fused=True)
         made: dict[str, Callable[[str | None], Runner[Any]]] = {
             "decode": self.decode, "prefill": self.prefill, "verify": self.verify, "draft_loop": self.draft_loop,
+            "draft_sampler": self.block_draft,
         }  # fmt: skip
         return made[name](mode)
 
-    def arm(self, name: str, mode: str) -> Runner[Any] | DraftRound:
-        """What a comparison runs: a technique's runner; of seed steps, each with the loop after it."""
-        if technique(name).name != "seed_step":
+    def arm(self, name: str, mode: str) -> Runner[Any] | Round:
+        """What a comparison runs: a runner; a seed step with the loop after it, a sampler with the draft before it."""
+        if (name := technique(name).name) == "draft_sampler":
+            return BlockRound(self.block_draft(mode))
+        if name != "seed_step":
             return self.runner(name, mode)
         seed = self.seed_step(mode)
-        return DraftRound(self.draft_loop(fused=seed is None), seed)
+        return SeedRound(self.draft_loop(fused=seed is None), seed)
+
+    @property
+    def _feeder(self) -> Feeder | None:
+        return None if self.drafting is None else self.drafting.feeder
 
     def _options(self, mode: str) -> Options:
         return replace(self.options, backend=mode)
@@ -216,8 +249,8 @@ class LabPhases:
 
     def coverage(self, name: str) -> dict[str, Coverage]:
         """What the runners of a technique counted since they were made, by mode."""
-        made = self._made.get(technique(name).name, {})
-        return {mode: runner.coverage() for mode, runner in made.items()}
+        made = self._made.get(name := technique(name).name, {})
+        return {mode: runner.coverages()[name] for mode, runner in made.items()}
 
     def ledgers(self) -> dict[str, list[dict[str, Any]]]:
         """Rows of every runner's bucket ledger, by mode; those of other phases than decode are told apart by name."""

@@ -21,6 +21,7 @@ from cglab.graphs.buckets import BucketRule, sglang_decode, sglang_prefill, sgla
 from cglab.graphs.planner import BucketBudget, BucketOutcome, BucketPlan, plan_buckets, run_trace
 from cglab.lab.bucket_costs import MeasuredCosts
 from cglab.lab.size_trace import SizeTrace
+from cglab.lab.techniques import DRAFTING
 from cglab.lab.views import draw
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class PhaseRule:
 
 PHASES: Mapping[str, PhaseRule] = MappingProxyType({
     "decode": PhaseRule(sglang_decode, None, "requests"),
-    **dict.fromkeys(("verify", "draft_loop", "seed_step"), PhaseRule(sglang_speculative, None, "requests")),
+    **dict.fromkeys(DRAFTING, PhaseRule(sglang_speculative, None, "requests")),
     "prefill": PhaseRule(sglang_prefill, 2.0, "tokens"),
 })  # fmt: skip
 """SGLang's rule for each phase; its ceiling holds in prefill only (P7)."""

@@ -13,7 +13,9 @@ from cglab.runners.base import Runner
 
 
 @contextmanager
-def poison(runner: Runner[Any], kv: PagedKV, live: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+def poison(
+    runner: Runner[Any], kv: PagedKV, live: Any, inputs: Mapping[str, Tensor], draft_kv: PagedKV | None = None
+) -> Iterator[None]:
     """Hostile memory around one step: NaN in the reserved page, its row and every static input at live memory.
 
     Values stay in range, since a padded row may be computed: they point at the first live request's.
@@ -23,11 +25,13 @@ def poison(runner: Runner[Any], kv: PagedKV, live: Any, inputs: Mapping[str, Ten
         kv: the cache.
         live: what the runner calls live.
         inputs: of the step.
+        draft_kv: the cache of a block draft, on the same page tables, whose reserved page is filled likewise.
     """
     rows = inputs.get("request_rows")
     row = live[0].row if rows is None else int(rows[0])
-    for cache in kv.caches().values():
-        cache[:, : kv.page_size] = float("nan")
+    for poisoned in (kv, draft_kv) if draft_kv else (kv,):
+        for cache in poisoned.caches().values():
+            cache[:, : kv.page_size] = float("nan")
     kept = [pool.page_table[0].clone() for pool in kv.pools]
     context = len(kv.context_positions)
     hostile = {"positions": context - 1, "seq_lens": context, "request_rows": row}

@@ -19,7 +19,6 @@ from torch import Tensor
 from cglab.engine.acceptance import AcceptLengths
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.cache import paged_kv
-from cglab.engine.drafters import AssistantDrafter
 from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Request
 from cglab.engine.speculation import Speculation
@@ -28,12 +27,14 @@ from cglab.errors import InputError
 from cglab.graphs.buckets import exact_sizes
 from cglab.graphs.options import Options
 from cglab.graphs.out_forms import same_bits
+from cglab.lab.block_cases import WHOLE
 from cglab.lab.draft_cases import CHAIN, TREE
 from cglab.lab.drafting import Drafting, draft_of, use_ops_of_both
 from cglab.lab.oracles import TIE_SHARE
 from cglab.lab.phases import LabPhases
 from cglab.lab.poison import poison
 from cglab.lab.prompts import held_out
+from cglab.lab.steps import leaves
 from cglab.lab.techniques import Captures
 from cglab.lab.through import How, PhasesThrough
 from cglab.lab.verdicts import TechniqueParity
@@ -51,31 +52,44 @@ class Form(NamedTuple):
     """How a speculative step is computed.
 
     Attributes:
-        seed_step, draft_loop, verify: values of their toggles.
+        part: value of ``toggle``.
+        draft_loop, verify: values of their toggles.
         topk: candidates of a draft's steps.
         padding: up to a bucket, or exact sizes.
+        block: by a block draft, and no assistant.
     """
 
-    seed_step: str
+    part: str
     draft_loop: str
     verify: str
     topk: int = 1
     padding: bool = True
+    block: bool = False
+
+    @property
+    def toggle(self) -> str:
+        """The technique of this kind of draft alone."""
+        return "draft_sampler" if self.block else "seed_step"
 
     @property
     def captures(self) -> bool:
-        """Whether anything is captured; a seed step that is fused into an eager loop is not."""
-        return self.seed_step == "graph" or "full" in (self.draft_loop, self.verify)
+        """Whether anything is captured; what is part of an eager draft is not."""
+        return (self.part == "graph" and not self.block) or "full" in (self.draft_loop, self.verify)
 
     def __str__(self) -> str:
-        modes = f"seed={self.seed_step}, loop={self.draft_loop}, verify={self.verify}"
+        first, second = ("sampler", "draft") if self.block else ("seed", "loop")
+        modes = f"{first}={self.part}, {second}={self.draft_loop}, verify={self.verify}"
         return f"{modes}, topk {self.topk}, {'padded' if self.padding else 'exact'}"
 
 
+PARTS = {False: ("eager", "graph", "fused"), True: ("eager", "graph")}
 FORMS = tuple(
-    Form(*modes, topk, padding)
-    for topk, padding in product((1, 3), (True, False))
-    for modes in product(("eager", "graph", "fused"), ("eager", "full"), ("eager", "full"))
+    Form(*modes, topk, padding, block)
+    for topk, padding, block in (
+        *product((1, 3), (True, False), [False]),
+        *product([1], (True, False), [True]),
+    )
+    for modes in product(PARTS[block], ("eager", "full"), ("eager", "full"))
 )
 """All of them, those that share their recordings side by side."""
 
@@ -90,12 +104,13 @@ class SpeculativeOracles:
         new_tokens: of each.
         topk: candidates of a draft's steps, 1 or 3.
         padding: up to a bucket, or exact sizes.
+        block: drafted by blocks.
         ops: the form in which the models compute; see ``models.ops``.
     """
 
     def __init__(
         self, loaded: LoadedModel, device: torch.device, prompts: Sequence[Sequence[int]], new_tokens: int, *,
-        topk: int, padding: bool, ops: str = "portable",
+        topk: int, padding: bool, block: bool = False, ops: str = "portable",
     ) -> None:  # fmt: skip
         self.loaded, self.device, self.prompts, self.new_tokens, self.ops = (
             loaded,
@@ -106,14 +121,14 @@ class SpeculativeOracles:
         )
         dtype = loaded.model.embedding.weight.dtype
         self.exact, self._dtype = dtype == torch.float32, str(dtype).removeprefix("torch.")
-        self.speculation: Speculation = CHAIN if topk == 1 else TREE
+        self.speculation: Speculation = WHOLE if block else CHAIN if topk == 1 else TREE
         context = max(map(len, prompts)) + new_tokens
         layout = CacheLayout.for_requests(
             len(prompts), context, PAGE_SIZE, budget=BUDGET, window=loaded.config.sliding_window,
             lookahead=self.speculation.lookahead,
         )  # fmt: skip
         self.kv = paged_kv(layout, loaded.config, device=device, dtype=dtype)
-        self.drafting = Drafting(draft_of(loaded), self.speculation)
+        self.drafting = Drafting.over(self.kv, draft_of(loaded, block=block).model, self.speculation)
         use_ops_of_both(ops, loaded.model, self.kv, self.drafting)
         self.group, self.captures = GraphGroup(device), Captures()
         self.captures.prefill = self.captures.decode = "eager"
@@ -130,8 +145,7 @@ class SpeculativeOracles:
     ) -> WatchedDrafts:
         """The requests, or only one of them; with ``found`` the logits of every token are kept there."""
         phases, run = PhasesThrough(self.phases, how), found or WatchedDrafts()
-        drafter = AssistantDrafter(self.drafting.assistant, self.kv, phases, self.speculation)
-        parts = self.loaded.model, drafter, self.kv, phases, self.speculation
+        parts = self.loaded.model, self.drafting.drafter(self.kv, phases), self.kv, phases, self.speculation
         speculator = None
         if drafts:
             speculator = Speculator(*parts) if found is None else WatchedSpeculator(run, *parts)
@@ -166,7 +180,7 @@ class SpeculativeOracles:
             before = runner.coverage().captured
             output = runner.run(live, **inputs)
             size = runner.captured.pad(runner.rows(live)) if runner.coverage().captured > before else None
-            kept = tuple(each.clone() for each in _leaves(output))
+            kept = tuple(each.clone() for each in leaves(output))
             found.steps.append((runner.technique, size if isinstance(size, int) else None, kept))
             return output
 
@@ -179,18 +193,22 @@ class SpeculativeOracles:
         def how(runner: Runner[Any], live: Any, inputs: Mapping[str, Tensor]) -> Any:
             technique, size, want = next(steps)
             if oracle == 3:
-                with poison(runner, self.kv, live, inputs):
+                with poison(runner, self.kv, live, inputs, self.drafting.kv):
                     output = runner.run(live, **inputs)
             elif size is None:
                 output = runner.run_live_eager(live, **inputs)
             else:
                 output = runner.run_padded_eager(live, size, **inputs)
-            if technique == runner.technique and all(map(same_bits, _leaves(output), want)):
+            if technique == runner.technique and all(map(same_bits, leaves(output), want)):
                 return output
             where = {"technique": runner.technique, "live": runner.rows(live)}
             result.fault(oracle, where, "outputs differ in bits")
             # As it was served, so that the schedule stays the same.
-            return type(output)(*want) if isinstance(output, tuple) else want[0]
+            kept = iter(want)
+            if not isinstance(output, tuple):
+                return next(kept)
+            made: Any = type(output)
+            return made(*(None if each is None else next(kept) for each in output))
 
         again = self._run(how)
         if next(steps, None) is not None or again.accepted.as_dict() != served.accepted.as_dict():
@@ -198,7 +216,8 @@ class SpeculativeOracles:
 
     def check(self, form: Form) -> tuple[TechniqueParity, AcceptLengths]:
         """The requests in one form against all three oracles; ``plain`` comes before."""
-        self.captures.seed_step, self.captures.draft_loop, self.captures.verify = form[:3]
+        for name, value in zip((form.toggle, "draft_loop", "verify"), form, strict=False):
+            setattr(self.captures, name, value)
         result = TechniqueParity(str(form), dtype=self._dtype, ops=self.ops, cases=len(self.prompts))
         result.recorder, result.capturable = self.group.recorder.name, form.captures
         served = self._served()
@@ -225,10 +244,6 @@ def _live_eager(runner: Runner[Any], live: Any, inputs: Mapping[str, Tensor]) ->
     return runner.run_live_eager(live, **inputs)
 
 
-def _leaves(output: Any) -> tuple[Tensor, ...]:
-    return tuple(output) if isinstance(output, tuple) else (output,)
-
-
 def check_speculation(
     device: torch.device,
     *,
@@ -245,7 +260,7 @@ def check_speculation(
         device: the recorder follows from it.
         prompts: how many.
         new_tokens: of each.
-        forms: those that share topk and padding side by side, as they share recordings.
+        forms: those that differ in toggles alone side by side, as they share recordings.
         dtype: float32 judges all three oracles; a lower precision reports what oracle 2 finds without failing it.
         ops: the form in which the models compute; None for the device's own default.
         progress: called with each form.
@@ -263,9 +278,9 @@ def check_speculation(
         )
     loaded, chosen = load_model("pico-gqa", device=device, dtype=dtype), check_ops(ops, device)
     texts = held_out(prompts)
-    for (topk, padding), group in groupby(forms, key=lambda form: form[3:]):
+    for (topk, padding, block), group in groupby(forms, key=lambda form: form[3:]):
         oracles = SpeculativeOracles(
-            loaded, device, texts, new_tokens, topk=topk, padding=padding, ops=chosen
+            loaded, device, texts, new_tokens, topk=topk, padding=padding, block=block, ops=chosen
         )
         try:
             oracles.plain()

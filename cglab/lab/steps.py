@@ -17,18 +17,18 @@ from cglab.engine.engine import Engine
 from cglab.engine.workload import Step, steady_decode, steady_prefill
 from cglab.errors import ToggleError
 from cglab.graphs.clocks import clock_for, sample_seconds
-from cglab.lab.draft_round import DraftRound
-from cglab.lab.techniques import technique
+from cglab.lab.draft_round import Round
+from cglab.lab.techniques import DRAFTING, technique
 from cglab.measure.parity import Parity, compare_logits, compare_tokens, worst
 from cglab.runners.base import Runner
 
 SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    **dict.fromkeys(("decode", "verify", "draft_loop", "seed_step"), ("batch", "context")),
+    **dict.fromkeys(("decode", *DRAFTING), ("batch", "context")),
     "prefill": ("tokens", "cached", "requests"),
 })  # fmt: skip
 """What a step of a technique is measured by; the first counts the live rows of a bucket."""
 
-Arm = Runner[Any] | DraftRound
+Arm = Runner[Any] | Round
 """What takes its turn in a comparison."""
 
 SHORTEST = 16
@@ -138,20 +138,25 @@ def fixed_step(
 
 def describe(step: Step, arm: Arm) -> dict[str, Any]:
     """The workload of a step as it is recorded, with the bucket that serves it (None: it runs eager)."""
-    runner = arm.loop if isinstance(arm, DraftRound) else arm
+    runner = arm.last if isinstance(arm, Round) else arm
     bucket = next((size for size in runner.captured.buckets if size >= step.rows), None)
     return {**step.workload, "bucket": bucket}
 
 
 def ledger_rows(arm: Arm) -> list[dict[str, Any]]:
     """What each captured bucket of an arm cost."""
-    return arm.ledger_rows() if isinstance(arm, DraftRound) else arm.captured.memory()
+    return arm.ledger_rows() if isinstance(arm, Round) else arm.captured.memory()
 
 
 def run_step(arm: Arm, step: Step) -> tuple[Tensor, ...]:
-    """Runs it; what comes out, as a tuple."""
-    output = arm.run(step.live, **step.inputs)
-    return tuple(output) if isinstance(output, tuple) else (output,)
+    """Runs it; the tensors that come out."""
+    return leaves(arm.run(step.live, **step.inputs))
+
+
+def leaves(output: Any) -> tuple[Tensor, ...]:
+    """The tensors of a step's output, without what this capture does not hand out."""
+    parts = output if isinstance(output, tuple) else (output,)
+    return tuple(part for part in parts if part is not None)
 
 
 def timed(arm: Arm, step: Step, device: torch.device) -> Callable[[], float]:
@@ -162,7 +167,7 @@ def timed(arm: Arm, step: Step, device: torch.device) -> Callable[[], float]:
 
 def step_parity(arm: Arm, step: Step) -> Parity:
     """One captured step against the same step run eager at the padded size (oracle 1), every output."""
-    if isinstance(arm, DraftRound):
+    if isinstance(arm, Round):
         return worst(_parity(runner, piece) for runner, piece in arm.pieces(step))  # type: ignore[arg-type]
     return _parity(arm, step)
 
@@ -174,8 +179,7 @@ def _parity(runner: Runner[Any], step: Step) -> Parity:
         want = runner.run_padded_eager(step.live, size, **step.inputs)
     else:  # it ran eager, at its live size
         want = runner.run_live_eager(step.live, **step.inputs)
-    wanted = want if isinstance(want, tuple) else (want,)
-    return compare_outputs(got, wanted)
+    return compare_outputs(got, leaves(want))
 
 
 def compare_outputs(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Parity:

@@ -70,6 +70,9 @@ class Technique:
         }  # fmt: skip
 
 
+DRAFTING = ("verify", "draft_loop", "seed_step", "draft_sampler")
+"""Those that need a draft model."""
+
 _BACKENDS = ("full", "breakable", "eager")
 _GRAPH = ("graph", "eager")
 _SPECULATION = "notebooks/03_frozen_kv_mtp.ipynb"
@@ -93,7 +96,10 @@ TECHNIQUES: Mapping[str, Technique] = {
             "T4", "seed_step", "assistant seed step", ("graph", "fused", "eager"), "graph", "S0",
             module="cglab.runners.seed_step", notebook=_SPECULATION, kill_switch=SEED_GRAPH_SWITCH,
         ),
-        Technique("T5", "draft_sampler", "greedy draft sampling inside the draft graph", _GRAPH, "graph", "S4"),
+        Technique(
+            "T5", "draft_sampler", "greedy draft sampling inside the draft graph", _GRAPH, "graph", "S4",
+            module="cglab.runners.draft_sampler", notebook="notebooks/04_dflash_sampler.ipynb",
+        ),
         Technique(
             "T6", "prefill", "prefill body, eager attention breaks", _BACKENDS, "breakable", "S1-S3",
             module="cglab.runners.prefill", notebook="notebooks/02_prefill_and_requests.ipynb",

@@ -50,6 +50,10 @@ class PhasesThrough:
         """Draft loops."""
         return Through(self._phases.draft_loop(), self._how)
 
+    def block_draft(self) -> Any:
+        """Block drafts."""
+        return Through(self._phases.block_draft(), self._how)
+
     def seed_step(self) -> Any:
         """Seed steps; None where the loop begins with them."""
         seed = self._phases.seed_step()

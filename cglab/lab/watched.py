@@ -111,7 +111,7 @@ class WatchedSpeculator(Speculator):
         """See ``Speculator``."""
         self._paths.clear()
         tokens = super().step(batch, segments)
-        _, _, (_, logits, _) = self._found.steps[-1]  # the verify pass comes last
+        _, _, (_, logits, *_) = self._found.steps[-1]  # the verify pass comes last
         rows = logits.unflatten(0, (len(batch.requests), -1))
         for request, path, row in zip(batch.requests, self._paths, rows, strict=True):
             for place, node in enumerate(path, len(request.output)):

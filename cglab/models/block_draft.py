@@ -93,6 +93,26 @@ class BlockDraftConfig:
         )  # fmt: skip
 
 
+def require_fit(ours: BlockDraftConfig, theirs: ModelConfig) -> None:
+    """Refuses a draft of another target.
+
+    Raises:
+        ModelError: saying what does not fit.
+    """
+    for name, mine, other in (
+        ("vocab_size", ours.vocab_size, theirs.vocab_size),
+        ("backbone_size", ours.backbone_size, theirs.hidden_size),
+        ("head_dim", ours.head_dim, theirs.head_dim),
+    ):
+        if mine != other:
+            raise ModelError(f"the draft's {name} is {mine}, the target's {other}; open its own target")
+    if ours.context_layers[-1] >= theirs.num_layers:
+        raise ModelError(
+            f"the draft reads layer {ours.context_layers[-1]}, the target has {theirs.num_layers}; "
+            "open its own target"
+        )
+
+
 def spread(target_layers: int, draft_layers: int) -> tuple[int, ...]:
     """The context layers of a draft that names none: as many as it has layers, evenly from 1 to the third from the end.
 
@@ -170,19 +190,7 @@ class BlockDraft(nn.Module):
         Raises:
             ModelError: if it is not a draft of this target.
         """
-        ours, theirs = self.config, target.config
-        for name, mine, other in (
-            ("vocab_size", ours.vocab_size, theirs.vocab_size),
-            ("backbone_size", ours.backbone_size, theirs.hidden_size),
-            ("head_dim", ours.head_dim, theirs.head_dim),
-        ):
-            if mine != other:
-                raise ModelError(f"the draft's {name} is {mine}, the target's {other}; open its own target")
-        if ours.context_layers[-1] >= theirs.num_layers:
-            raise ModelError(
-                f"the draft reads layer {ours.context_layers[-1]}, the target has {theirs.num_layers}; "
-                "open its own target"
-            )
+        require_fit(self.config, target.config)
         self._targets = (target,)
 
     def materialise(self, features: Tensor, positions: Tensor, attend: CacheAttention) -> None:

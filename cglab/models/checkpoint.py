@@ -6,7 +6,7 @@ is allocated, so that a wrong folder costs nothing; the copy then holds one tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,7 @@ from torch import nn
 from cglab.errors import ModelError
 from cglab.models.config import ModelConfig
 from cglab.models.fields import read_json
-from cglab.models.layout import Piece, checkpoint_layout
+from cglab.models.layout import Piece
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -71,12 +71,17 @@ def shard_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def check_shards(shards: Iterable[Path], config: ModelConfig) -> None:
+def check_shards(
+    shards: Iterable[Path],
+    config: ModelConfig,
+    layout: Callable[[], Mapping[str, Piece]],
+) -> None:
     """Compares the headers of a checkpoint with the shape that ``config.json`` states.
 
     Args:
         shards: the safetensors files.
         config: the shape.
+        layout: where each tensor goes; asked once the file is known to have as many layers as the shape.
 
     Raises:
         ModelError: if a file is truncated, or a tensor is missing, unknown, there twice, or of the wrong
@@ -90,7 +95,7 @@ def check_shards(shards: Iterable[Path], config: ModelConfig) -> None:
             "weights and configuration are of different models: fetch both again"
         )
     derived = ("lm_head.weight",) if config.tie_embeddings else ()
-    _compare(headers, checkpoint_layout(config), config.architecture, derived)
+    _compare(headers, layout(), config.architecture, derived)
 
 
 def check_draft_shards(shards: Iterable[Path], layout: Mapping[str, Piece], architecture: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -103,6 +104,16 @@ class ModelConfig:
         """Query heads per key and value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        """What a layer's cache holds of a token under the name of keys."""
+        return self.num_kv_heads, self.head_dim
+
+    @property
+    def value_shape(self) -> tuple[int, int]:
+        """What it holds under the name of values."""
+        return self.num_kv_heads, self.head_dim
+
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Reads ``config.json`` of a Hugging Face folder, and the end tokens of ``generation_config.json``.
@@ -117,23 +128,41 @@ class ModelConfig:
             ModelError: if a file is missing or no JSON object, a field is missing or of the wrong type, or
                 the model computes something that the decoder does not.
         """
-        folder = Path(folder)
-        path = folder / "config.json"
-        if not path.is_file():
-            raise ModelError(
-                f"{folder} has no config.json: a Hugging Face model folder is expected; check the path"
-            )
-        generation = folder / "generation_config.json"
-        ends = read_json(generation) if generation.is_file() else {}
-        return _parse(Fields(read_json(path), path), Fields(ends, generation))
+        return _parse(*config_fields(folder))
 
 
-def _parse(fields: Fields, generation: Fields) -> ModelConfig:
+def config_fields(folder: str | Path) -> tuple[Fields, Fields]:
+    """The fields of ``config.json`` and of ``generation_config.json``, which may be missing.
+
+    Raises:
+        ModelError: if ``config.json`` is missing, or a file is no JSON object.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{folder} has no config.json: a Hugging Face model folder is expected; check the path"
+        )
+    generation = folder / "generation_config.json"
+    ends = read_json(generation) if generation.is_file() else {}
+    return Fields(read_json(path), path), Fields(ends, generation)
+
+
+def architecture_of(fields: Fields) -> object:
+    """The class name that a configuration states first; "missing" if it states none."""
+    architectures = fields.content.get("architectures") or ["missing"]
+    return architectures[0] if isinstance(architectures, list) else architectures
+
+
+def check_kind(fields: Fields, good: Sequence[str]) -> str:
+    """The architecture, one of ``good``, of weights that are not quantised.
+
+    Raises:
+        ModelError: for any other.
+    """
     content = fields.content
-    architectures = content.get("architectures") or ["missing"]
-    if not isinstance(architectures, list):
-        architectures = [architectures]
-    fields.require("architectures", architectures[0], ARCHITECTURES)
+    architecture = architecture_of(fields)
+    fields.require("architectures", architecture, good)
     if "quantization_config" in content:
         section = content["quantization_config"]
         method = section.get("quant_method", "unknown") if isinstance(section, dict) else section
@@ -142,18 +171,23 @@ def _parse(fields: Fields, generation: Fields) -> ModelConfig:
             "weights; open the unquantised model"
         )
     fields.require("hidden_act", content.get("hidden_act", "silu"), ["silu"])
+    return str(architecture)
+
+
+def _parse(fields: Fields, generation: Fields) -> ModelConfig:
+    architecture = check_kind(fields, ARCHITECTURES)
     rotary = fields.rotary()
     kind = rotary.content.get("rope_type") or rotary.content.get("type") or "default"
     fields.require("rope_type", kind, ["default", "llama3"])
     fields.require("partial_rotary_factor", rotary.real("partial_rotary_factor", 1.0), [1.0])
-    qwen3 = architectures[0] == "Qwen3ForCausalLM"
+    qwen3 = architecture == "Qwen3ForCausalLM"
     window_layers = _window_layers(fields) if qwen3 else ()
     if not qwen3:
         fields.require("use_sliding_window", fields.flag("use_sliding_window"), [False])
     heads = fields.integer("num_attention_heads")
     starts = fields.tokens("bos_token_id")
     return ModelConfig(
-        architecture=architectures[0],
+        architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),

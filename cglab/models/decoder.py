@@ -165,14 +165,27 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+    """One decoder layer: attention and feed-forward, each behind a norm and added to the residual stream.
 
-    def __init__(self, config: ModelConfig, **place: Any) -> None:
+    Args:
+        config: the shape.
+        attention: in place of the decoder's own.
+        feed_forward: likewise.
+        **place: device and dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: nn.Module | None = None,
+        feed_forward: nn.Module | None = None,
+        **place: Any,
+    ) -> None:
         super().__init__()
         self.attention_norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
-        self.attention = Attention(config, **place)
+        self.attention = attention or Attention(config, **place)
         self.feed_forward_norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
-        self.feed_forward = FeedForward(config, **place)
+        self.feed_forward = feed_forward or FeedForward(config, **place)
 
     def forward(self, hidden: Tensor, turn: Tensor, layer_index: int, attend: Attend) -> Tensor:
         """The residual stream [T, hidden_size] after this block."""
@@ -208,22 +221,24 @@ class Decoder(nn.Module):
         self.config = config
         self.body: Body = Portable()
         self.embedding = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, **place)
-        self.blocks = nn.ModuleList(Block(config, **place) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(self.block(index, **place) for index in range(config.num_layers))
         self.norm = skip_init(nn.RMSNorm, config.hidden_size, eps=config.rms_norm_eps, **place)
         tied = config.tie_embeddings
         size = (config.hidden_size, config.vocab_size)
         self.head = None if tied else skip_init(nn.Linear, *size, bias=False, **place)
         self.register_buffer("rotary", rotary_table(config).to(**place), persistent=False)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
-    ) -> Tensor:
+    def block(self, layer_index: int, **place: Any) -> Block:
+        """A layer of the stack, unfilled."""
+        return Block(self.config, **place)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Any, taps: Taps | None = None) -> Tensor:
         """Runs every block.
 
         Args:
             input_ids: [T] int64, tokens of all requests one after the other.
             positions: [T] int64, each token's position in its own request, below ``max_position``.
-            attend: attention over the cache; see ``Attend``.
+            attend: attention over the cache, as the layers ask for it; see ``Attend``.
             taps: told the residual stream after every block.
 
         Returns:

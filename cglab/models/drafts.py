@@ -1,6 +1,6 @@
 """Opens a draft model by name: shipped, from a folder, or a published shape with random weights.
 
-There are two kinds, told apart by the architecture in ``config.json``: assistants and block drafts.
+There are three kinds, told apart by the architecture in ``config.json``: assistants, block drafts and NextN layers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from cglab.models.block_draft import ARCHITECTURE as BLOCK_DRAFT
 from cglab.models.block_draft import BlockDraft, BlockDraftConfig, spread
 from cglab.models.checkpoint import check_draft_shards, read_shards, shard_files
 from cglab.models.decoder import Decoder
+from cglab.models.dsa_config import DSA_PRESETS, DsaConfig
 from cglab.models.fields import Fields, read_json
 from cglab.models.layout import draft_layout
 from cglab.models.loading import fill_randomly
+from cglab.models.nextn import ARCHITECTURE as NEXTN
+from cglab.models.nextn import NextN, nextn_config, nextn_config_from
 from cglab.models.sources import shipped_drafts
 
-DraftModel: TypeAlias = Assistant | BlockDraft
-DraftConfig: TypeAlias = AssistantConfig | BlockDraftConfig
+DraftModel: TypeAlias = Assistant | BlockDraft | NextN
+DraftConfig: TypeAlias = AssistantConfig | BlockDraftConfig | DsaConfig
 
 DRAFT_PRESETS: Final[Mapping[str, DraftConfig]] = MappingProxyType(
     {
@@ -39,6 +42,7 @@ DRAFT_PRESETS: Final[Mapping[str, DraftConfig]] = MappingProxyType(
             head_dim=128, block_size=8, mask_token_id=151669,  # the first row that is no token of the tokenizer
             context_layers=spread(36, 5),
         ),
+        "dsa-24-nextn": nextn_config(DSA_PRESETS["dsa-24"]),
     }
 )  # fmt: skip
 """Shapes with random weights, by the name that opens them."""
@@ -65,7 +69,7 @@ class LoadedDraft(NamedTuple):
             ModelError: if it is a draft of the other kind.
         """
         if not isinstance(self.model, Assistant):
-            raise _not_an_assistant()
+            raise _not_an_assistant(self.config)
         return self.model
 
 
@@ -88,12 +92,14 @@ class DraftSource(NamedTuple):
             ModelError: if it is that of a draft of the other kind.
         """
         if not isinstance(self.config, AssistantConfig):
-            raise _not_an_assistant()
+            raise _not_an_assistant(self.config)
         return self.config
 
 
-def _not_an_assistant() -> ModelError:
-    return ModelError(f"a {ASSISTANT} is needed and this draft is a {BLOCK_DRAFT}; open an assistant")
+def _not_an_assistant(config: DraftConfig) -> ModelError:
+    return ModelError(
+        f"a {ASSISTANT} is needed and this draft is a {architecture_of(config)}; open an assistant"
+    )
 
 
 def find_draft(name_or_folder: str | Path) -> DraftSource:
@@ -115,7 +121,7 @@ def find_draft(name_or_folder: str | Path) -> DraftSource:
     if not folder.is_dir():
         raise ModelError(
             f"no draft {text!r}: it is no shipped draft ({', '.join(shipped) or 'none here'}), no shape with random "
-            f"weights (random, {', '.join(DRAFT_PRESETS)}) and no local folder; give one of these"
+            f"weights (random, random-block, {', '.join(DRAFT_PRESETS)}) and no local folder; give one of these"
         )
     return DraftSource(_config_of(folder), folder)
 
@@ -127,15 +133,26 @@ def _config_of(folder: Path) -> DraftConfig:
         raise ModelError(f"{folder} has no config.json: the folder of a draft is expected; check the path")
     fields = Fields(read_json(path), path)
     (found, *_) = fields.names("architectures") or ["missing"]
-    fields.require("architectures", found, [ASSISTANT, BLOCK_DRAFT])
+    fields.require("architectures", found, [ASSISTANT, BLOCK_DRAFT, NEXTN])
+    if found == NEXTN:
+        return nextn_config_from(folder)
     kind = AssistantConfig if found == ASSISTANT else BlockDraftConfig
     return kind.from_folder(folder)
+
+
+def architecture_of(config: DraftConfig) -> str:
+    """What the configuration of such a draft states."""
+    if isinstance(config, DsaConfig):
+        return NEXTN
+    return ASSISTANT if isinstance(config, AssistantConfig) else BLOCK_DRAFT
 
 
 def _unfilled(config: DraftConfig, device: torch.device | str, dtype: torch.dtype) -> DraftModel:
     """A model of this shape whose weights are uninitialised."""
     if isinstance(config, AssistantConfig):
         return Assistant(config, device=device, dtype=dtype)
+    if isinstance(config, DsaConfig):
+        return NextN(config, device=device, dtype=dtype)
     return BlockDraft(config, device=device, dtype=dtype)
 
 
@@ -156,9 +173,7 @@ def load_draft(source: str | Path | DraftSource, target: Decoder, *, seed: int =
     empty.bind(target)  # before a weight is allocated
     shards = [] if folder is None else shard_files(folder)
     if folder is not None:
-        check_draft_shards(
-            shards, draft_layout(empty), ASSISTANT if isinstance(empty, Assistant) else BLOCK_DRAFT
-        )
+        check_draft_shards(shards, draft_layout(empty), architecture_of(config))
     model = _unfilled(config, target.rotary.device, target.rotary.dtype)
     model.eval().requires_grad_(requires_grad=False).bind(target)
     try:

@@ -68,8 +68,8 @@ class LayerPool:
     Attributes:
         layers: which layers of the model these are.
         window: positions that a query sees, its own included; None for all before it.
-        keys: [layers, slots, kv_heads, head_dim]; a slot is one token, slot ``page * page_size + offset``.
-        values: likewise.
+        keys: [layers, slots, *config.key_shape]; a slot is one token, slot ``page * page_size + offset``.
+        values: likewise, of ``config.value_shape``.
         page_table: [rows, max_pages] int64, pages of each request row in the order of its positions; where a page
             has left the window and was given back, 0.
         context_positions: [max_pages * page_size] int64, 0, 1, 2, ...: kept here because a step that is recorded
@@ -94,9 +94,9 @@ class LayerPool:
         self.layers, self.window = layers, window
         self.context_positions, self.page_size, self.group = context_positions, page_size, config.group
         place, max_pages = context_positions.device, len(context_positions) // page_size
-        shape = (len(layers), pages * page_size, config.num_kv_heads, config.head_dim)
-        self.keys = torch.zeros(shape, device=place, dtype=dtype)
-        self.values = torch.zeros(shape, device=place, dtype=dtype)
+        size = (len(layers), pages * page_size)
+        self.keys = torch.zeros((*size, *config.key_shape), device=place, dtype=dtype)
+        self.values = torch.zeros((*size, *config.value_shape), device=place, dtype=dtype)
         self.page_table = torch.zeros((rows, max_pages), device=place, dtype=torch.int64)
         self._index = {layer: index for index, layer in enumerate(layers)}
         # As tensors of their own: a compiled function that is given a view is bound to its base as well.

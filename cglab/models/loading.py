@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from cglab.errors import ModelError
 from cglab.models.checkpoint import check_shards, read_shards, shard_files
-from cglab.models.config import ModelConfig
+from cglab.models.config import ARCHITECTURES, ModelConfig, architecture_of, config_fields
 from cglab.models.decoder import Decoder
-from cglab.models.layout import checkpoint_layout
+from cglab.models.dsa import DsaDecoder, dsa_layout
+from cglab.models.dsa_config import ARCHITECTURE as DSA
+from cglab.models.dsa_config import DSA_PRESETS, DsaConfig
+from cglab.models.layout import Piece, checkpoint_layout
 from cglab.models.presets import PRESETS
 from cglab.models.sources import find_folder
 from cglab.models.tokenizer import Tokenizer
+
+INTO_STREAM: Final = (
+    "attention.output.weight", "feed_forward.down.weight", "feed_forward.shared.down.weight", "feed_forward.down",
+)  # fmt: skip
+"""How the names end of what is added to the residual stream."""
 
 
 class LoadedModel(NamedTuple):
@@ -56,10 +65,26 @@ def find_model(name_or_folder: str | Path) -> ModelSource:
     Raises:
         ModelError: if there is no such model, or one of an unsupported kind.
     """
-    if config := PRESETS.get(str(name_or_folder)):
+    name = str(name_or_folder)
+    if config := PRESETS.get(name) or DSA_PRESETS.get(name):
         return ModelSource(config, None)
     folder = find_folder(name_or_folder)
-    return ModelSource(ModelConfig.from_folder(folder), folder)
+    fields, _ = config_fields(folder)
+    architecture = architecture_of(fields)
+    fields.require("architectures", architecture, (*ARCHITECTURES, DSA))
+    kind = DsaConfig if architecture == DSA else ModelConfig
+    return ModelSource(kind.from_folder(folder), folder)
+
+
+def decoder_of(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+    """A decoder of this shape whose parameters are uninitialised memory."""
+    kind = DsaDecoder if isinstance(config, DsaConfig) else Decoder
+    return kind(config, device=device, dtype=dtype)  # type: ignore[arg-type]
+
+
+def layout_of(config: ModelConfig) -> dict[str, Piece]:
+    """Every tensor that a checkpoint of this shape must hold, and its place in the decoder."""
+    return dsa_layout(config) if isinstance(config, DsaConfig) else checkpoint_layout(config)
 
 
 def load_model(
@@ -84,17 +109,17 @@ def load_model(
     if folder is None:
         model = random_model(config, device=device, dtype=dtype, seed=seed)
         return LoadedModel(model, config, Tokenizer.byte_level(config.vocab_size), "random")
-    shards = shard_files(folder)
-    check_shards(shards, config)
+    shards, layout = shard_files(folder), partial(layout_of, config)
+    check_shards(shards, config, layout)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
             "they are of different models; fetch both again"
         )
-    model = Decoder(config, device=device, dtype=dtype)
+    model = decoder_of(config, device=device, dtype=dtype)
     try:
-        read_shards(shards, model, checkpoint_layout(config))
+        read_shards(shards, model, layout())
     except BaseException:
         model.to("meta")  # the traceback holds the model: let go of its memory
         raise
@@ -119,7 +144,7 @@ def random_model(
     Returns:
         The decoder, in evaluation mode and without gradients.
     """
-    model = Decoder(config, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
+    model = decoder_of(config, device=device, dtype=dtype).eval().requires_grad_(requires_grad=False)
     fill_randomly(model, config.num_layers, seed)
     if not config.tie_embeddings:  # it is only looked up
         generator = torch.Generator(device).manual_seed(seed)
@@ -138,12 +163,12 @@ def fill_randomly(model: nn.Module, layers: int, seed: int) -> None:
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.fill_(1.0)
-        elif name.endswith("bias"):
+        if name.endswith("bias"):
             parameter.zero_()
+        elif "norm" in name:
+            parameter.fill_(1.0)
         else:
             deviation = parameter.shape[-1] ** -0.5
-            if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+            if name.endswith(INTO_STREAM):
                 deviation *= (2 * layers) ** -0.5
             parameter.normal_(0.0, deviation, generator=generator)

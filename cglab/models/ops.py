@@ -23,6 +23,7 @@ from cglab.models.compiled import Compiled
 from cglab.models.compiled_assistant import CompiledAssistant
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder, Portable
+from cglab.models.dsa_config import DsaConfig
 from cglab.models.kv import PagedKV
 from cglab.models.paged import AttentionKind, PagedDecodeAttention
 
@@ -68,10 +69,15 @@ def use_ops(name: str, model: Decoder, kv: PagedKV, kinds: Sequence[AttentionKin
         model: whose form.
         kv: its cache.
         kinds: of steps beside decode, such as a verify step's.
+
+    Raises:
+        ToggleError: if the model has layers that the form has not.
     """
     if name == "portable":
         model.body = Portable()
         return
+    if isinstance(model.config, DsaConfig):
+        raise ToggleError(f"ops {name!r} has no form for latent attention; good: portable")
     body = _compiled(model.config, model.rotary.dtype, kv.device)
     body.prepare(model, kv, kinds)
     model.body = body

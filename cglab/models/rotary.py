@@ -61,3 +61,22 @@ def rotate(heads: Tensor, turn: Tensor) -> Tensor:
     cosine, sine = turn.to(heads.dtype).unsqueeze(2).unbind(1)
     # With the sine's sign in the table, the rotation by halves is a plain roll.
     return torch.addcmul(heads * cosine, heads.roll(heads.shape[-1] // 2, dims=-1), sine)
+
+
+def paired(table: Tensor) -> Tensor:
+    """A rotary table for heads whose pairs lie side by side, as ``rotate_pairs`` reads it.
+
+    Args:
+        table: [max_position, 2, head_dim], as ``rotary_table`` gives it.
+
+    Returns:
+        The same rows, each pair's two entries next to each other.
+    """
+    return table.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def rotate_pairs(heads: Tensor, turn: Tensor) -> Tensor:
+    """As ``rotate``, for heads of pairs (0, 1), (2, 3), ... and rows of a ``paired`` table."""
+    cosine, sine = turn.to(heads.dtype).unsqueeze(2).unbind(1)
+    swapped = heads.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(heads * cosine, swapped, sine)

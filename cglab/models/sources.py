@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from cglab.errors import ModelError
+from cglab.models.dsa_config import DSA_PRESETS
 from cglab.models.presets import PRESETS
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -54,7 +55,7 @@ def find_folder(name: str | Path) -> Path:
     models = ", ".join(shipped) or f"none in {data_folder()}; CGLAB_DATA says where the data is"
     raise ModelError(
         f"no model {text!r}: it is no shipped model ({models}), no preset with random weights "
-        f"({', '.join(PRESETS)}), no local folder and no hub id (owner/name); give one of these"
+        f"({', '.join((*PRESETS, *DSA_PRESETS))}), no local folder and no hub id (owner/name); give one of these"
     )
 
 

@@ -85,6 +85,12 @@ class GraphGroup:
         self.pool.close()
 
 
+def coverages(runners: Mapping[str, Runner[Any]]) -> dict[str, Coverage]:
+    """What runners have counted so far, by technique; a copy."""
+    found = [each.coverages() for each in runners.values()]
+    return {name: counts.copy() for each in found for name, counts in each.items()}
+
+
 class Runner(ABC, Generic[Live]):
     """One phase of the model, captured at several sizes.
 
@@ -209,6 +215,10 @@ class Runner(ABC, Generic[Live]):
     def coverage(self) -> Coverage:
         """Steps captured and eager, with reasons."""
         return self.captured.counts
+
+    def coverages(self) -> dict[str, Coverage]:
+        """The same by technique, where a phase holds more than one."""
+        return {self.technique: self.coverage()}
 
     def close(self) -> None:
         """Gives recordings and buffers back."""

@@ -167,6 +167,10 @@ class BlockDraftRunner(RequestRunner[BlockDraft]):
         """Steps whose tokens were chosen in the graph, and eager, with the reasons."""
         return self.coverage() if self.sampler.why_eager is None else self._sampled_eager
 
+    def coverages(self) -> dict[str, Coverage]:
+        """See ``Runner``: of the draft, and of its sampler."""
+        return {**super().coverages(), "draft_sampler": self.sampling()}
+
     def check(self, output: Any) -> None:
         """See ``RequestRunner``; hidden states are checked when they have become tokens."""
         if output.chosen is not None:

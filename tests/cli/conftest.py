@@ -1,7 +1,6 @@
 """Runs the command as a user does, and in this process where only its answer matters."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -14,12 +13,6 @@ from cglab.cli import main
 def on_the_cpu(monkeypatch):
     """The command's contract is the same on every device; the CPU is always there."""
     monkeypatch.setenv("CGLAB_DEVICE", "cpu")
-
-
-@pytest.fixture
-def environment(root):
-    """A process's environment in which this checkout's package is found from every folder."""
-    return {**os.environ, "PYTHONPATH": str(root)}
 
 
 @pytest.fixture

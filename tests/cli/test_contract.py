@@ -23,10 +23,15 @@ def raising(error):
     return command
 
 
-def test_help_lists_every_command_and_needs_no_torch(root):
+def test_help_lists_every_command_and_needs_no_torch(environment):
     code = "import sys; from cglab.cli import main; sys.exit(main(['--help']) + 8 * ('torch' in sys.modules))"
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert run.returncode == 0
     assert all(f"    {name}" in run.stdout for name in ALL)
@@ -132,7 +137,7 @@ def test_a_closed_pipe_is_quiet(environment, tmp_path, words):
     os.close(read)
     run = subprocess.run(
         [sys.executable, "-m", "cglab", *words],
-        env=environment, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+        env=environment, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=120,
     )  # fmt: skip
     os.close(write)
     assert run.stderr == ""

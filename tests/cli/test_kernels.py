@@ -10,6 +10,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from cglab.commands import kernels
 from cglab.commands.kernels import execute
 
 
@@ -17,9 +18,10 @@ def notebook(*sources):
     return new_notebook(cells=[new_markdown_cell("# Title"), *map(new_code_cell, sources)])
 
 
-def gone(process):
-    """Whether a process ends within a moment."""
-    for _ in range(100):
+def gone(process, seconds=60):
+    """Whether a process has ended, or ends by then."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
         try:
             os.kill(process, 0)
         except ProcessLookupError:
@@ -71,8 +73,33 @@ def test_an_interrupt_ends_the_kernel_and_comes_through(tmp_path):
     assert gone(int(told.read_text()))
 
 
-def test_an_interrupt_while_the_kernel_starts_comes_through(tmp_path, capfd):
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interrupt_while_the_kernel_starts_comes_through(tmp_path, capfd, monkeypatch, moment):
+    launch, launched = kernels.ThisInterpreter._async_launch_kernel, []
+
+    async def interrupted(self, command, **options):
+        if moment == "before":
+            os.kill(os.getpid(), signal.SIGINT)
+        await launch(self, command, **options)
+        launched.append(self.provisioner.pid)
+        if moment == "after":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(kernels.ThisInterpreter, "_async_launch_kernel", interrupted)
     with pytest.raises(KeyboardInterrupt):
         execute(notebook("pass"), tmp_path)
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "" and all(map(gone, launched))
+
+
+def test_an_interrupt_as_the_notebook_ends_is_one_too(tmp_path, monkeypatch):
+    join = threading.Thread.join
+
+    def interrupted(thread, timeout=None):
+        if thread.name != "notebook":
+            return join(thread, timeout)
+        join(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "join", interrupted)
+        execute(notebook("pass"), tmp_path)

@@ -45,7 +45,7 @@ def test_all_is_a_list_of_what_this_version_has(ask_json, monkeypatch):
     status, found = ask_json("parity", "--all", "--cases", "3")
     assert status == 0
     assert [(each["technique"], each["cases"]) for each in found] == [
-        (name, 3) for name in ("decode", "verify", "draft_loop", "seed_step", "prefill")
+        (name, 3) for name in ("decode", "verify", "draft_loop", "seed_step", "draft_sampler", "prefill")
     ]
 
 
@@ -93,7 +93,7 @@ def test_mismatches_reach_the_json_and_the_status(ask_json, monkeypatch):
     ("words", "said"),
     [
         (["parity", "--technique", "decod"], ["'decod' is no technique", "decode, verify"]),
-        (["parity", "--technique", "draft_sampler"], ["not in this version", "available: decode"]),
+        (["parity", "--technique", "pp_prefill"], ["not in this version", "available: decode"]),
         (["parity", "--technique", "decode", "--plant", "rot"], ["'rot'", "stale-tail"]),
         (["bench", "decod"], ["'decod' is no bench", "decode (", "recovery ("]),
     ],

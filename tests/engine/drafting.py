@@ -1,12 +1,10 @@
 """Engines that speculate, on a small target and draft of either kind; and a draft that knows what will be said."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from cglab.engine.batches import SchedulerOptions
-from cglab.engine.drafters import AssistantDrafter, BlockDrafter
 from cglab.engine.engine import Engine
 from cglab.engine.speculator import Speculator
 from cglab.graphs.coverage import Coverage
@@ -21,52 +19,21 @@ from cglab.models.kv import PagedKV
 from cglab.models.loading import fill_randomly, random_model
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
 from cglab.runners.base import GraphGroup
-from cglab.runners.block_draft import BlockDraftRunner
-from cglab.runners.draft_sampler import DraftSampler
-from cglab.runners.prefill import PrefillRunner
-from cglab.runners.verify import VerifyRunner
 from tests.runners.blocks import BLOCK, block_draft
 from tests.runners.conftest import CONFIG, WINDOWED
 
-SAMPLERS = {"sampler inside": True, "sampler outside": False}
+SAMPLERS = {"sampler inside": "graph", "sampler outside": "eager"}
 """What stands in the place of an assistant's seed step for a block draft."""
 
 
-class BlockPhases(LabPhases):
-    """A lab's runners with a block draft as long as the speculation, whose cache holds NaN where nothing was written."""
-
-    def open_draft(self, speculation, *, in_graph):
-        self.speculation, self.in_graph, vocabulary = speculation, in_graph, self.model.config.vocab_size
-        config = replace(
-            BLOCK, vocab_size=vocabulary, mask_token_id=vocabulary - 1, block_size=speculation.width
-        )
-        self.draft = block_draft(self.model, config)
-        self.feeder = Feeder(self.draft, draft_cache(config.stack, self.kv, dtype=torch.float32))
-        for cache in self.feeder.kv.caches().values():
-            cache[:, self.kv.page_size :] = float("nan")
-
-    def prefill(self, mode=None):
-        mode = self._mode("prefill", mode)
-        make = partial(
-            PrefillRunner, self.model, self.kv, self.group, self.prefill_buckets, feeder=self.feeder
-        )
-        return self._runner("prefill", mode, make, replace(self._options(mode), lazy=True))
-
-    def verify(self):
-        size, mode = self.speculation, self._mode("verify", None)
-        make = partial(
-            VerifyRunner, self.model, self.kv, self.group, self.buckets, width=size.width, steps=size.steps,
-            hidden=False, feeder=self.feeder,
-        )  # fmt: skip
-        return self._runner("verify", mode, make, self._options(mode))
-
-    def block_draft(self):
-        mode = self._mode("draft_loop", None)
-        sampler = DraftSampler(self.model, self.speculation.width, in_graph=self.in_graph)
-        make = partial(
-            BlockDraftRunner, self.draft, self.feeder.kv, self.group, self.buckets, sampler=sampler
-        )
-        return self._runner("block_draft", mode, make, self._options(mode))
+def block_drafting(target, kv, speculation):
+    """A random block draft as long as the speculation, whose cache holds NaN where nothing was written."""
+    vocabulary = target.config.vocab_size
+    config = replace(BLOCK, vocab_size=vocabulary, mask_token_id=vocabulary - 1, block_size=speculation.width)
+    drafting = Drafting.over(kv, block_draft(target, config), speculation)
+    for cache in drafting.kv.caches().values():
+        cache[:, kv.page_size :] = float("nan")
+    return drafting
 
 
 class Prophet:
@@ -84,6 +51,9 @@ class Prophet:
 
     def coverage(self):
         return self.counts
+
+    def coverages(self):
+        return {"draft_loop": self.counts}
 
     def truth(self, request):
         """What the target says after the tokens that a request has."""
@@ -158,6 +128,11 @@ def assistant_of(target):
     return assistant
 
 
+def assistant_drafting(target, kv, speculation):
+    """One that drafts."""
+    return Drafting.over(kv, assistant_of(target), speculation)
+
+
 class Models:
     """A random target with its cache and a random assistant.
 
@@ -198,23 +173,27 @@ class Bench:
         captures.decode = captures.prefill = "eager"
         captures.verify = captures.draft_loop = backend
         captures.seed_step = "eager" if seed in SAMPLERS else seed
-        assisted = speculation and seed not in SAMPLERS
-        phases = (BlockPhases if seed in SAMPLERS else LabPhases)(
+        drafting = None
+        if speculation and seed in SAMPLERS:
+            captures.draft_sampler = SAMPLERS[seed]
+            captures.prefill = "eager" if backend == "eager" else "breakable"
+            drafting = block_drafting(models.target, models.kv, speculation)
+        elif speculation:
+            drafting = Drafting(models.assistant, speculation)
+        phases = LabPhases(
             models.target, models.kv, group, captures, buckets=self.buckets, prefill_buckets=(16,),
-            options=Options(strict=True), drafting=Drafting(models.assistant, speculation) if assisted else None,
+            options=Options(strict=True), drafting=drafting,
         )  # fmt: skip
         self.made += [phases, group]
         options = SchedulerOptions(budget, **policy)
         if not speculation:
             return Engine(models.target, models.kv, phases, options)
         runners = Foretold(phases, Prophet(speculation, *draft)) if draft else phases
-        if assisted:
-            drafter = AssistantDrafter(models.assistant, models.kv, runners, speculation)
-            drafter.hidden.fill_(float("nan"))  # a state that was not written is told
+        drafter = drafting.drafter(models.kv, runners)
+        if seed in SAMPLERS:
+            drafter.sampler_timed = timed
         else:
-            captures.prefill = "eager" if backend == "eager" else "breakable"
-            phases.open_draft(speculation, in_graph=SAMPLERS[seed])
-            drafter = BlockDrafter(phases.draft, runners, speculation, sampler_timed=timed)
+            drafter.hidden.fill_(float("nan"))  # a state that was not written is told
         speculator = Speculator(models.target, drafter, models.kv, runners, speculation)
         engine = Engine(models.target, models.kv, phases, options, speculator)
         if draft:
@@ -230,7 +209,7 @@ class Bench:
 def check_state(engine):
     """Every request that decodes has the keys and values that it has alone; and the hidden state, or the draft's."""
     model, kv, drafter = engine.model, engine.kv, engine.speculator.drafter
-    feeder = getattr(engine.phases, "feeder", None)
+    feeder = engine.phases.drafting.feeder
     for request in engine.scheduler.running:
         if not request.decoding:
             continue

@@ -131,9 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def test_any_life_of_the_scheduler():
-    run_state_machine_as_test(
-        SchedulerMachine, settings=settings(max_examples=100, stateful_step_count=30, deadline=None)
-    )
+    run_state_machine_as_test(SchedulerMachine, settings=settings(max_examples=100, stateful_step_count=30))
 
 
 def one_life(seed):
@@ -186,9 +184,11 @@ def many_lives(seeds):
 
 
 @pytest.mark.slow
-def test_ten_thousand_random_lives():
-    seen = many_lives(range(10_000))
-    assert len(seen) == 9 and min(seen.values()) >= 500, seen
+@pytest.mark.parametrize("first", range(0, 10_000, 2_500))
+def test_ten_thousand_random_lives(first):
+    """Of Python's own generator, so that they are the same everywhere and nothing in them becomes rare unseen."""
+    seen = many_lives(range(first, first + 2_500))
+    assert len(seen) == 9 and min(seen.values()) >= 125, seen
 
 
 @pytest.mark.soak
@@ -198,6 +198,4 @@ def test_a_quarter_of_a_million_random_lives():
 
 @pytest.mark.soak
 def test_any_life_of_the_scheduler_at_length():
-    run_state_machine_as_test(
-        SchedulerMachine, settings=settings(max_examples=5_000, stateful_step_count=60, deadline=None)
-    )
+    run_state_machine_as_test(SchedulerMachine, settings=settings(max_examples=5_000, stateful_step_count=60))

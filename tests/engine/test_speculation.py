@@ -30,6 +30,7 @@ BLOCK_ARMS = [
     ("breakable", "sampler inside", False),
     ("breakable", "sampler outside", True),
 ]
+OUTSIDE = {("seed_step", "eager"), ("draft_sampler", "sampler outside")}
 CASES = [(speculation, *arm) for speculation in (Speculation(3, 1), Speculation(3, 3), Speculation(1, 1))
          for arm in ARMS + BLOCK_ARMS * (speculation.topk == 1)]  # fmt: skip
 drafters = pytest.mark.parametrize("seed", ["graph", "sampler inside"], ids=["assistant", "block"])
@@ -108,13 +109,13 @@ def test_no_draft_changes_a_token_captured_or_not(bench, plain, speculation, bac
     assert result.coverage.steps == 0, "nothing is decoded without a draft"
     steps = len(result.timings.steps)
     names = (
-        {"block_draft"}
+        {"block_draft", "draft_sampler"}
         if seed in SAMPLERS
         else {"draft_loop", "seed_step"} - ({"seed_step"} if seed == "fused" else set())
     )
     assert set(result.speculation) == {"verify"} | names
     for name, coverage in result.speculation.items():
-        eager = backend == "eager" or (name == "seed_step" and seed == "eager")
+        eager = backend == "eager" or (name, seed) in OUTSIDE
         assert (coverage.steps, coverage.captured) == (steps, 0 if eager else steps)
     assert result.accepted.passes.total() == sum(result.timings.step_batches)
     assert result.as_dict()["accepted"]["passes"] and "tokens per verify pass" in str(result)

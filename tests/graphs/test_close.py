@@ -1,7 +1,6 @@
 """Giving back: weak references die, pools empty, five rounds do not grow, and the interpreter ends cleanly."""
 
 import gc
-import os
 import subprocess
 import sys
 import weakref
@@ -145,7 +144,7 @@ def test_b39_closing_one_capture_leaves_another_on_the_same_stream_right(device)
 
 
 @pytest.mark.parametrize("ending", ["", "import gc; gc.disable()"])
-def test_n12_the_interpreter_ends_with_live_captures(device, ending, root):
+def test_n12_the_interpreter_ends_with_live_captures(device, ending, environment):
     """Graphs alive at exit: crash or hang in the reports."""
     script = f"""
 import torch, cglab
@@ -156,6 +155,7 @@ keep.append(keep)
 print(captured.coverage())
 {ending}
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 of 1 steps captured\n", "")

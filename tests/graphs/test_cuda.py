@@ -1,6 +1,5 @@
 """What only a GPU can show: streams, events, handles, the caching allocator."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -37,7 +36,7 @@ def slowly(x, times=50):
 
 
 @pytest.mark.parametrize("warmups", [None, 0])
-def test_b01_the_first_matmul_of_a_process_may_be_the_captured_one(warmups, root):
+def test_b01_the_first_matmul_of_a_process_may_be_the_captured_one(warmups, environment):
     """With warm-ups it works. Without, it works too or says that warm-ups are off and where; it never crashes."""
     script = f"""
 import torch, cglab
@@ -52,8 +51,9 @@ except CaptureError as error:
 captured.close()
 print("usable", (x @ weight).isfinite().all().item())
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
     first = done.stdout.splitlines()[:1]
     assert first == ["equal True"] or (warmups == 0 and first == ["told True True"]), done.stderr
     assert done.stdout.splitlines()[1:] == ["usable True"] and done.returncode == 0
@@ -269,7 +269,7 @@ def test_b12_a_sibling_that_computes_meanwhile_does_not_spoil_a_capture(cuda):
     assert not wrong
 
 
-def test_b13_out_of_memory_keeps_the_buckets_that_fit_and_the_allocator_usable(root):
+def test_b13_out_of_memory_keeps_the_buckets_that_fit_and_the_allocator_usable(environment):
     """Sizes double; the memory that is let to the process, one of its own, holds the smaller ones only."""
     script = """
 import torch, warnings, cglab
@@ -294,8 +294,9 @@ except CaptureMemoryError as error:
 strict.close()
 print(torch.ones(2**20, device="cuda").sum().item() == 2**20)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.splitlines() == ["True True True", "[[3.0], [3.0]] 2", "True", "True"], done.stderr
 
 

@@ -7,7 +7,7 @@ padded static buffers: outputs and outside state must agree to the bit. Row by r
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cglab
@@ -179,7 +179,7 @@ paddings = pytest.mark.parametrize("padding", [True, False], ids=["padded", "exa
 
 @backends
 @paddings
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50)
 @given(
     names=st.lists(st.sampled_from(STEPS), min_size=1, max_size=5),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=10),
@@ -204,7 +204,7 @@ def test_all_steps_in_one_function(device, backend):
 @pytest.mark.soak
 @backends
 @paddings
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500)
 @given(
     names=st.lists(st.sampled_from(STEPS), min_size=1, max_size=10),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=40),

@@ -69,7 +69,7 @@ def cases(draw):
     return trace, prices, budget, draw(st.booleans()), draw(st.sampled_from([None, 1.0, 1.5, 2.0]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases(), st.sampled_from([1, 128]))
 def test_plan_equals_brute_force_over_every_size(case, width):
     """Over all sizes up to the maximum, not only the planner's candidates; also where a pass must drop states."""
@@ -91,7 +91,7 @@ def test_plan_equals_brute_force_over_every_size(case, width):
     assert not maximum_is_bucket or chosen.buckets[-1] == top
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_measured_costs_that_rise_and_fall_are_planned_exactly_too(data):
     """A mapping's keys are the candidates, so nothing need be monotone."""
@@ -105,7 +105,7 @@ def test_measured_costs_that_rise_and_fall_are_planned_exactly_too(data):
     assert chosen.time_ms == brute_force(trace, called, budget, range(1, 8), 7, None)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.dictionaries(st.integers(1, 300), st.integers(1, 50), min_size=1, max_size=40),
     st.sampled_from([sglang_decode, sglang_prefill]),
@@ -125,7 +125,7 @@ def test_never_worse_than_sglang_at_its_own_memory(trace, rule, ceiling, slope):
     assert plan.chosen.memory_bytes <= listed.memory_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1),
     st.lists(st.integers(1, 20), min_size=12, max_size=12),
@@ -171,7 +171,7 @@ def test_never_worse_than_sglang_where_memory_falls_with_the_size():
     assert plan.chosen.time_ms == plan.sglang.time_ms
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 7), st.integers(0, 3), st.integers(0, 2**32 - 1), st.sampled_from([1, 3, 128]))
 def test_paths_equal_brute_force_over_any_lengths_and_resources(nodes, resources, seed, width):
     generator = np.random.default_rng(seed)

@@ -1,6 +1,5 @@
 """What a workload does to captures: few of many sizes, too little memory, a sibling at work, routers, dropout."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -155,7 +154,7 @@ def test_b54_three_of_six_buckets_fit_and_the_others_are_named():
 
 
 @pytest.mark.gpu
-def test_b54_on_a_gpu_what_fits_is_kept_and_the_others_are_named(cuda, root):
+def test_b54_on_a_gpu_what_fits_is_kept_and_the_others_are_named(cuda, environment):
     """In a process of its own, as a limit of memory is one of the process. Whether 4 rows fit beside the allocator's
     cache is its own affair; whatever does not fit is named."""
     script = """
@@ -172,8 +171,9 @@ with cglab.capture(step, slots=slots, buckets=(1, 2, 4, 32, 64, 128)) as capture
     told = [str(each.message) for each in caught if "memory ran out" in str(each.message)]
     print(all(any(f"bucket {size}: " in each for each in told) for size in failed))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.splitlines() == ["True True True", "True"], done.stderr
 
 

@@ -73,6 +73,13 @@ def test_the_bench_records_both_drafts_on_the_same_texts():
     assert drafted.metrics["tokens_counted"] == looked_up.metrics["tokens_counted"]
 
 
+def test_the_bench_counts_a_block_as_long_as_it_is():
+    drafted, looked_up = accept(CPU, quick=True, draft="random-block", prompts=2)
+    for record in (drafted, looked_up):
+        assert record.workload["draft_steps"] == 7 and "ok" not in record.metrics
+        assert sum(record.metrics[f"share_{length}"] for length in range(1, 9)) == pytest.approx(1)
+
+
 def test_a_model_without_held_out_prompts_says_so(tmp_path):
     with pytest.raises(ModelError, match="no held-out prompts"):
         held_out(1, str(tmp_path))

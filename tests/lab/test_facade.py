@@ -38,7 +38,7 @@ def test_all_ten_techniques_are_listed_from_the_start():
     ("name", "value", "told"),
     [
         ("decode", "fast", "full, breakable, eager"),
-        ("draft_sampler", "graph", "not in this version"),
+        ("pp_prefill", "off", "not in this version"),
         ("decod", "full", "good names"),
     ],
 )

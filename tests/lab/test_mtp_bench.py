@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cglab.errors import InputError
-from cglab.lab.mtp_bench import ARMS, INSTANCES, LOADS, PINNED, mtp
+from cglab.lab.arm_turns import INSTANCES
+from cglab.lab.mtp_bench import ARMS, LOADS, PINNED, mtp
 from cglab.measure.claims import evaluate, load_claims
 
 CPU = torch.device("cpu")

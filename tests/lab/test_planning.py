@@ -109,7 +109,7 @@ COST = st.lists(st.integers(1, 20), min_size=9, max_size=9).map(
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("name", LOADS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(COST, COST, st.sampled_from([0, 4, 40]))
 def test_at_sglangs_memory_a_plan_for_a_recorded_trace_is_the_best_there_is(
     name, phase, step, memory, dearer

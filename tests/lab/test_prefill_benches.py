@@ -255,8 +255,9 @@ def test_a_load_tells_latency_tokens_and_occupancy_by_arm(one_load):
     assert breakable.coverage["prefill"]["captured"] > 0 == eager.coverage["prefill"]["captured"]
     for each in (eager, breakable):
         assert len(each.samples["e2e_ms"]) == 3 * one_load.count
-        whole, parts = each.metrics["occupancy_percent"], ("prefill", "decode")
-        assert whole == pytest.approx(sum(each.metrics[f"{p}_occupancy_percent"] for p in parts), rel=0.2)
+        # Medians of three runs, each for itself, so that the parts need not add up; none is more than the whole.
+        whole, *parts = (each.metrics[f"{p}occupancy_percent"] for p in ("", "prefill_", "decode_"))
+        assert 0 < min(parts) <= max(parts) <= whole <= 100
 
 
 def test_tables_of_the_new_benches_say_that_tape_times_are_no_graph_times(ttft, prefill):

@@ -14,6 +14,8 @@ SIZES = {"device": "cpu", "max_batch": 4, "max_context": 128}
 DRAFT = "pico-gqa-assistant"
 ARMS = dict.fromkeys(("verify", "draft_loop"), ("eager", "full")) | {"seed_step": ("eager", "graph", "fused")}
 
+OTHERS = {name: arms[1] for name, arms in ARMS.items()} | {"draft_sampler": "graph"}
+
 
 @pytest.fixture(scope="module")
 def lab():
@@ -161,7 +163,7 @@ def test_a_whole_speculative_step_is_profiled_by_arm_of_the_seed_and_keeps_nothi
 
 
 def test_whole_steps_of_another_toggle_are_refused_and_not_left_out(lab):
-    with pytest.raises(errors.ToggleError, match="by arm of seed_step, not of verify"):
+    with pytest.raises(errors.ToggleError, match="by arm of seed_step or draft_sampler, not of verify"):
         lab.profile("verify", ARMS["verify"], whole=True, batch=1, context=20, repeats=1)
 
 
@@ -169,7 +171,7 @@ def test_whole_steps_of_another_toggle_are_refused_and_not_left_out(lab):
 def test_without_a_draft_the_toggles_exist_and_their_runners_say_what_is_missing(name):
     with cglab.open("pico-gqa", **SIZES | {"max_batch": 1}) as lab:
         setattr(lab.captures, name, "eager")
-        for ask in (lab.runner, lambda **given: lab.compare(**given, arms=("eager", ARMS[name][1]))):
+        for ask in (lab.runner, lambda **given: lab.compare(**given, arms=("eager", OTHERS[name]))):
             with pytest.raises(
                 errors.ToggleError, match=f"{name} needs a draft model .* open it with draft="
             ):

@@ -150,11 +150,13 @@ def test_plain_values_frame_and_text():
     assert "errs in" in str(result)
 
 
-def test_import_loads_no_frame_library():
+def test_import_loads_no_frame_library(environment):
     modules = "ab statistics parity trace trace_file profiling prediction memory records claims published"
     code = f"import sys\nfor name in {modules.split()}: __import__('cglab.measure.' + name)\n"
     code += (
         "print([name for name in ('pandas', 'plotly', 'transformers', 'ipywidgets') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.strip() == "[]"

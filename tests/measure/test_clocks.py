@@ -9,14 +9,35 @@ from cglab.errors import DeviceError, InputError
 from cglab.graphs import clocks
 
 
-def test_cpu_clock_times_the_region():
-    clock = clocks.clock_for("cpu")
-    with clock.region() as region:
-        time.sleep(0.02)
-    after = region.seconds
-    time.sleep(0.01)
-    assert 0.02 <= region.seconds < 0.2
-    assert region.seconds == after
+class HostClock:
+    """The host's clock, which goes on only where a test says so."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(clocks, "perf_counter", lambda: self.now)
+
+    def work(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def host(monkeypatch):
+    return HostClock(monkeypatch)
+
+
+def test_cpu_clock_times_the_region_and_nothing_after_it(host):
+    host.work(1.0)
+    with clocks.clock_for("cpu").region() as region:
+        host.work(0.25)
+    host.work(2.0)
+    assert region.seconds == 0.25
+
+
+def test_the_cpu_clock_is_the_real_one():
+    before = time.perf_counter()
+    with clocks.clock_for("cpu").region() as region:
+        time.sleep(0.01)
+    assert 0.01 <= region.seconds <= time.perf_counter() - before
 
 
 def test_open_region_has_no_seconds():
@@ -24,16 +45,18 @@ def test_open_region_has_no_seconds():
         _ = region.seconds
 
 
-def test_median_of_repeats_drops_warm_up_and_divides_by_calls():
+def test_median_of_repeats_drops_warm_up_and_divides_by_calls(host):
     calls = []
 
     def slow_at_first():
         calls.append(1)
-        time.sleep(0.05 if len(calls) <= 2 else 0.002)
+        host.work(64.0 if len(calls) <= 2 else 0.25 * (1 + len(calls) // 7))
 
     seconds = clocks.median_seconds(slow_at_first, clocks.clock_for("cpu"), repeats=3, warmup=2, calls=4)
     assert len(calls) == 2 + 3 * 4
-    assert 0.002 <= seconds < 0.01
+    assert seconds == 0.5, (
+        "calls 3 to 6 take a quarter of a second each, 7 to 13 twice, the last thrice as long"
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"repeats": 0}, {"repeats": 1, "calls": 0}, {"repeats": 1, "warmup": -1}])

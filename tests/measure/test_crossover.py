@@ -99,7 +99,7 @@ def test_fewer_than_three_instances_are_undecided():
     assert crossover.undecided == (512, 1024)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.sampled_from([0.5, 0.9, 1.0, 1.3]), min_size=1, max_size=5))
 def test_the_order_of_the_sizes_does_not_matter_and_the_limit_is_the_last_win(ratios):
     eager, captured = arms(dict(zip(SIZES, ratios, strict=False)))

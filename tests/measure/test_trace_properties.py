@@ -17,7 +17,7 @@ def naive_union_length(intervals):
     return sum(any(start <= cell < end for start, end in intervals) for cell in range(60))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=12
@@ -31,7 +31,7 @@ def test_union_against_counting(intervals):
         assert within(point, merged) == any(a <= point <= b for a, b in intervals if b > a)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(0, 20), st.integers(1, 3)), max_size=10

@@ -1,6 +1,7 @@
 """Small models and a paged cache that is filled by hand, for the tests of the models layer."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -184,3 +185,10 @@ def tiny():
 def paged():
     """The class of the hand-filled paged cache."""
     return PagedRunner
+
+
+@pytest.fixture
+def script(root, monkeypatch):
+    """A function that imports one of the repository's scripts by name."""
+    monkeypatch.syspath_prepend(root / "scripts")
+    return import_module

@@ -3,6 +3,7 @@ by the rule."""
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,14 +16,6 @@ from cglab.models.loading import load_model
 
 DRAFT = AssistantConfig(300, 48, 32, 40, ("full", "full"), num_heads=4, num_kv_heads=2, head_dim=16)
 SHIPPED = "data/drafts/pico-gqa-assistant"
-
-
-@pytest.fixture
-def script(root, monkeypatch):
-    monkeypatch.syspath_prepend(root / "scripts")
-    from importlib import import_module
-
-    return import_module
 
 
 @pytest.fixture
@@ -107,10 +100,10 @@ def test_taught_steps_take_the_text_and_see_no_later_position(script, pair):
 def test_the_counting_rule_has_the_bonus_and_no_pass_beyond_the_counted_text(script):
     passes = script("pico_accept").passes
     text = list(range(100, 114))
-    assert passes(text, lambda bonus: text[bonus + 1 : bonus + 4]) == [4, 4, 4]
-    assert passes(text, lambda bonus: []) == [1] * 11
-    assert passes(text, lambda bonus: [text[bonus + 1], 0, text[bonus + 3]]) == [2] * 6
-    assert passes(text[:3], lambda bonus: []) == []
+    assert passes(text, lambda bonus: text[bonus + 1 : bonus + 4], 3) == [4, 4, 4]
+    assert passes(text, lambda bonus: [], 3) == [1] * 11
+    assert passes(text, lambda bonus: [text[bonus + 1], 0, text[bonus + 3]], 3) == [2] * 6
+    assert passes(text[:3], lambda bonus: [], 3) == []
 
 
 def test_accept_length_is_that_of_drafting_and_checking_token_by_token(script, pair):
@@ -119,7 +112,7 @@ def test_accept_length_is_that_of_drafting_and_checking_token_by_token(script, p
     accept = script("pico_accept")
     prompts = [torch.randint(1, 300, (6,)).tolist() for _ in range(4)]
     greedy = script("train_pico").continue_greedily
-    for held_out in accept.held_out_texts(target, prompts, assistant.layers[-1], 40):
+    for held_out in accept.held_out_texts(target, prompts, accept.measure_of(assistant).observe, 40):
         text, lengths = [*held_out.prompt, held_out.continuation[0]], []
         assert held_out.continuation == greedy(target, held_out.prompt, len(held_out.continuation))
         while len(text) - len(held_out.prompt) + 3 <= len(held_out.continuation):
@@ -140,8 +133,8 @@ def test_accept_length_is_that_of_drafting_and_checking_token_by_token(script, p
 def test_an_epoch_has_every_text_once_and_like_with_like(script, pair):
     target, assistant = pair
     texts = seen(script, target, assistant, torch.randint(1, 300, (64, 12)))
-    texts = texts._replace(counted=torch.arange(64), tokens=torch.arange(64).unsqueeze(1).expand(-1, 12))
-    batches = script("train_assistant").batches([texts], 4, seed=0)
+    texts = replace(texts, counted=torch.arange(64), tokens=torch.arange(64).unsqueeze(1).expand(-1, 12))
+    batches = script("draft_texts").batches([texts], 4, seed=0)
     epoch = [next(batches) for _ in range(16)]
     assert sorted(torch.cat([batch.tokens[:, 0] for batch in epoch]).tolist()) == list(range(64))
     spread = sum(int(batch.counted.max() - batch.counted.min()) for batch in epoch) / 16
@@ -157,11 +150,11 @@ def test_a_few_steps_of_training_lower_the_loss_and_the_folder_reads_back_to_the
     target = tiny(torch.bfloat16)
     assistant = Assistant(DRAFT, device="cpu", dtype=torch.float32)
     assistant.bind(target)
-    training.initialise(assistant, seed=0)
+    script("draft_training").initialise(assistant, seed=0)
     texts = seen(script, target, assistant, torch.randint(1, 300, (8, 24)))
     texts.counted[:] = torch.arange(17, 25)
     losses = []
-    optimisers = training.optimisers_of(assistant, 1e-2)
+    optimisers = script("draft_training").optimisers_of(assistant, 1e-2)
     for _ in range(8):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = training.draft_loss(assistant, texts, 1.0, 1.0)
@@ -177,14 +170,14 @@ def test_a_few_steps_of_training_lower_the_loss_and_the_folder_reads_back_to_the
     hidden[0, 17:] = 100.0
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert training.draft_loss(assistant, texts, 1.0, 1.0) == training.draft_loss(
-            assistant, texts._replace(hidden=hidden), 1.0, 1.0
+            assistant, replace(texts, hidden=hidden), 1.0, 1.0
         )
 
     card = json.loads((root / SHIPPED / "card.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(card))
     (tmp_path / "continuations.json").write_text(json.dumps({"continuations_sha256": "0" * 64}))
     out = tmp_path / "drafts" / "draft"
-    script("assistant_card").write_assistant(assistant, tmp_path, out, card | {"name": "draft"})
+    script("draft_card").write_draft(assistant, tmp_path, out, card | {"name": "draft"})
     assert sorted(path.name for path in out.iterdir()) == sorted(
         path.name for path in (root / SHIPPED).iterdir()
     )
@@ -222,9 +215,9 @@ def test_the_shipped_draft_is_accepted_as_its_card_says(script, root):
     assistant = load_draft("pico-gqa-assistant", loaded.model).model
     prompts = json.loads((root / "data/models/pico-gqa/prompts.json").read_text())
     texts = accept.held_out_texts(
-        loaded.model, [prompt["ids"] for prompt in prompts], assistant.layers[-1], 200
+        loaded.model, [prompt["ids"] for prompt in prompts], accept.measure_of(assistant).observe, 200
     )
-    measured = accept.summary([accept.assistant_passes(assistant, text) for text in texts], texts)
+    measured = accept.summary([accept.assistant_passes(assistant, text) for text in texts], texts, 3)
     assert measured["accept_length"] >= card["held_out"]["accept_length"] - 0.1
-    looked_up = accept.summary([accept.lookup_passes(text) for text in texts], texts)
+    looked_up = accept.summary([accept.lookup_passes(text, 3) for text in texts], texts, 3)
     assert looked_up["accept_length"] < measured["accept_length"] - 0.5

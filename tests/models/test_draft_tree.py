@@ -79,7 +79,7 @@ def levels_of(rows, steps, k):
     return levels
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(drafts())
 def test_what_is_kept_whom_it_follows_and_what_it_sees_are_those_of_a_plain_tree(draft):
     steps, k, count, rows = draft
@@ -95,7 +95,7 @@ def test_what_is_kept_whom_it_follows_and_what_it_sees_are_those_of_a_plain_tree
         assert (seen[request].sum(-1) - 1).tolist() == [len(node.path()) - 1 for node in nodes]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(drafts())
 def test_a_kept_node_comes_after_its_parent_whatever_the_ties(draft):
     steps, k, count, rows = draft
@@ -106,7 +106,7 @@ def test_a_kept_node_comes_after_its_parent_whatever_the_ties(draft):
     assert (followed >= 0).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(drafts())
 def test_the_next_step_drafts_from_the_chosen_with_their_parents_hidden_states(draft):
     """A row of hidden states holds the token that made it, so that each says whose it is."""

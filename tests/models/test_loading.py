@@ -2,6 +2,7 @@
 
 import gc
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from cglab.models import loading, sources
 from cglab.models.checkpoint import check_shards, shard_files
 from cglab.models.config import ModelConfig
 from cglab.models.layout import checkpoint_layout
-from cglab.models.loading import load_model
+from cglab.models.loading import layout_of, load_model
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -125,7 +126,10 @@ def test_an_index_without_a_map_is_refused(folder, index):
 
 def test_a_tensor_in_two_shards_is_refused(sharded):
     with pytest.raises(ModelError, match=r"is in model\.safetensors and in model\.safetensors"):
-        check_shards([sharded / "model.safetensors", *shard_files(sharded)], ModelConfig.from_folder(sharded))
+        config = ModelConfig.from_folder(sharded)
+        check_shards(
+            [sharded / "model.safetensors", *shard_files(sharded)], config, partial(layout_of, config)
+        )
 
 
 @pytest.mark.parametrize("keep", [4, 600, -1])

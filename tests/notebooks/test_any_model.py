@@ -1,7 +1,6 @@
 """Checked cells hold for any model: here a random one of another shape, without a tokenizer, from a folder."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -41,15 +40,15 @@ def model(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_checked_cells_hold_for_a_model_of_another_kind(path, model, root):
+def test_checked_cells_hold_for_a_model_of_another_kind(path, model, root, environment):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
         cwd=root,
-        env={**os.environ, "CGLAB_MODEL": str(model), "PYTHONPATH": str(root)},
+        env={**environment, "CGLAB_MODEL": str(model)},
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=280,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout

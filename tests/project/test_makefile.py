@@ -1,17 +1,18 @@
 """`make` comes first for a newcomer: it finds a Python, says when there is none, and keeps Jupyter local."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 
-def make(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def make(root: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     # These tests may run under `make test`, whose own flags are not theirs.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
-    }
+    } | variables
     command = ["make", *arguments]
     return subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=120
@@ -69,5 +70,15 @@ def test_lab_stays_on_this_machine_and_keeps_its_token(root):
 
 def test_pytest_runs_last_in_make_test(root):
     plan = make(root, "--dry-run", "test").stdout.strip().splitlines()
-    assert plan[-1].endswith("-m pytest --timeout=300")
+    assert "-m pytest --timeout=300" in plan[-1]
     assert any(line.endswith("lint-imports") for line in plan)
+
+
+def test_files_run_side_by_side_and_on_a_gpu_in_turn(root, tmp_path):
+    gpu = tmp_path / "nvidia-smi"
+    gpu.touch(mode=0o755)
+    paths = {"cpu": "/usr/bin:/bin", "gpu": f"{tmp_path}:/usr/bin:/bin"}
+    plans = {name: make(root, "--dry-run", "test", PATH=path).stdout for name, path in paths.items()}
+    assert "--numprocesses=0 --dist=loadfile" in plans["gpu"]
+    if not shutil.which("nvidia-smi", path=paths["cpu"]):
+        assert "--numprocesses=logical --maxprocesses=4 --dist=loadfile" in plans["cpu"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cglab.errors import AddressError, CaptureError, InputError, ModelError, TokenRangeError
@@ -77,7 +77,7 @@ def test_every_live_size_of_every_bucket_is_bitwise(make, kind, backend, dtype, 
 
 @pytest.mark.parametrize("kind", MADE)
 @backends
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(steps=st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=8), min_size=1, max_size=6))
 def test_p15_batches_that_grow_and_shrink_are_bitwise(make, kind, backend, steps):
     one = make.made[0] if make.made else make(kind, backend)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cglab.runners
@@ -102,7 +102,7 @@ def test_every_live_size_of_every_bucket_is_bitwise(world, backend, dtype):
 
 @backends
 @paddings
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(steps=st.lists(st.lists(st.integers(1, 16), min_size=1, max_size=8), min_size=1, max_size=8))
 def test_p15_batches_that_grow_and_shrink_are_bitwise(world, backend, padding, steps):
     one = world.made[0] if world.made else world(backend, padding=padding)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cglab.errors import AddressError, InputError
@@ -26,7 +26,7 @@ def check(one, lengths):
 
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(steps=st.lists(st.lists(st.integers(1, 16), min_size=1, max_size=8), min_size=1, max_size=6))
 def test_p15_batches_within_and_beyond_the_window_are_bitwise(windows, backend, dtype, steps):
     one = windows.made[0] if windows.made else windows(backend, dtype=dtype)

@@ -1,6 +1,5 @@
 """T5, the draft's sampler: the same tokens in a recording, eager and spelt out, and why it stays outside of one."""
 
-import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -252,7 +251,9 @@ def test_p65_ranks_choose_the_first_best_token_of_the_whole_vocabulary(seed, ran
 
 
 @pytest.mark.slow
-def test_p65_two_processes_record_their_collective_and_replay_the_whole_vocabularys_choice(tmp_path, root):
+def test_p65_two_processes_record_their_collective_and_replay_the_whole_vocabularys_choice(
+    tmp_path, environment
+):
     """Gloo inside recordings of the tape: eight steps of four buckets each, over a head in two parts."""
     script = Path(__file__).with_name("sampling_rank.py")
     ranks = [
@@ -260,7 +261,7 @@ def test_p65_two_processes_record_their_collective_and_replay_the_whole_vocabula
             [sys.executable, script, str(rank), str(tmp_path / "store")],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(root)},
+            env=environment,
         )
         for rank in range(2)
     ]

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cglab.errors import AddressError, InputError
@@ -52,7 +52,7 @@ def splits(draw):
 
 
 @backends
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(steps=st.lists(splits(), min_size=1, max_size=5))
 def test_p37_p38_one_recording_serves_every_split_and_live_count_bitwise(prefills, backend, steps):
     one = prefills.made[0] if prefills.made else prefills(backend, BUCKETS, settings=ROOM)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cglab.errors import AddressError, InputError
@@ -50,7 +50,7 @@ def splits(draw):
 
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(steps=st.lists(splits(), min_size=1, max_size=5))
 def test_p37_p38_one_recording_serves_every_split_within_and_beyond_the_window(
     window_prefills, backend, dtype, steps

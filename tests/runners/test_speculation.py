@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cglab.graphs.out_forms import same_bits
@@ -53,7 +53,7 @@ def test_every_live_size_is_bitwise_in_bfloat16(shared, phase, backend, topk):
 
 @phases
 @backends
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(
     steps=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=8), min_size=1, max_size=5),
     topk=st.sampled_from([1, 3]),

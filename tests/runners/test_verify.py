@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cglab.errors import CaptureError, InputError, TokenRangeError
@@ -38,7 +38,7 @@ def places_of(one, values, request):
 
 @backends
 @kinds
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6)
 @given(
     topk=st.sampled_from([1, 3]),
     seed=st.integers(0, 99),

@@ -96,13 +96,13 @@ def test_arms_are_told_apart_without_red_or_green():
         assert apart > 35, (one, other, apart)
 
 
-def test_importing_the_views_changes_no_default_and_registering_does():
+def test_importing_the_views_changes_no_default_and_registering_does(environment):
     code = (
         "import plotly.io as pio; before = pio.templates.default; import cglab.ui.plots as plots;"
         "assert pio.templates.default == before and 'cglab' not in pio.templates;"
         "plots.register_template(); assert pio.templates.default == 'cglab'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
 def test_comparison_says_parity_coverage_and_the_rule(make):

@@ -1,4 +1,4 @@
-"""Writes a trained assistant as a draft's folder: configuration, bfloat16 weights and card."""
+"""Writes a trained draft as its folder: configuration, bfloat16 weights and card."""
 
 from __future__ import annotations
 
@@ -9,21 +9,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pico_card import hugging_face_config
 from safetensors.torch import save_file
 
-from cglab.models.assistant import ARCHITECTURE, Assistant, AssistantConfig
+from cglab.models.assistant import ARCHITECTURE
+from cglab.models.block_draft import ARCHITECTURE as BLOCK_DRAFT
+from cglab.models.drafts import DraftModel, architecture_of
+from cglab.models.dsa_config import DsaConfig
+from cglab.models.nextn import ARCHITECTURE as NEXTN
+
+KINDS = {
+    ARCHITECTURE: (
+        "a frozen-KV draft (two layers that ask the keys and values of its target's last layer and\nwrite none)",
+        "train_assistant.py",
+    ),
+    BLOCK_DRAFT: (
+        "a block draft (all tokens of a block at once, over keys and values projected\nfrom its target's layers)",
+        "train_block_draft.py",
+    ),
+    NEXTN: (
+        "a NextN layer (one layer of its target's kind over the target's hidden states,\nwith keys of its own)",
+        "train_nextn.py",
+    ),
+}
 
 
-def draft_config(config: AssistantConfig) -> dict[str, Any]:
-    """The contents of ``config.json``, as ``AssistantConfig.from_folder`` reads it."""
-    return {"architectures": [ARCHITECTURE], **asdict(config), "dtype": "bfloat16"}
+def draft_config(draft: DraftModel) -> dict[str, Any]:
+    """The contents of ``config.json``, as ``from_folder`` of its kind reads it."""
+    if isinstance(draft.config, DsaConfig):
+        return hugging_face_config(draft.config)
+    return {"architectures": [architecture_of(draft.config)], **asdict(draft.config), "dtype": "bfloat16"}
 
 
-def write_assistant(assistant: Assistant, data: Path, out: Path, facts: dict[str, Any]) -> None:
+def write_draft(draft: DraftModel, data: Path, out: Path, facts: dict[str, Any]) -> None:
     """Writes the folder beside its place, then moves it file by file: a reader never sees half a file.
 
     Args:
-        assistant: the trained assistant.
+        draft: the trained one.
         data: what ``pico_corpus.py`` and ``pico_continuations.py`` wrote.
         out: the draft's folder.
         facts: of the training and of the held-out measure, for the card.
@@ -32,7 +54,8 @@ def write_assistant(assistant: Assistant, data: Path, out: Path, facts: dict[str
     corpus = json.loads((data / "manifest.json").read_text())
     card = {
         "name": out.name,
-        "parameters": sum(parameter.numel() for parameter in assistant.parameters()),
+        "architecture": draft_config(draft)["architectures"][0],
+        "parameters": sum(parameter.numel() for parameter in draft.parameters()),
         "torch": torch.__version__,
         **facts,
         **json.loads((data / "continuations.json").read_text()),
@@ -41,12 +64,12 @@ def write_assistant(assistant: Assistant, data: Path, out: Path, facts: dict[str
     }
     tensors = {
         name: parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, parameter in assistant.named_parameters()
+        for name, parameter in draft.named_parameters()
     }
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         folder = Path(scratch)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        for name, content in (("config.json", draft_config(assistant.config)), ("card.json", card)):
+        for name, content in (("config.json", draft_config(draft)), ("card.json", card)):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         (folder / "README.md").write_text(draft_card(card))
         for file in folder.iterdir():
@@ -61,11 +84,12 @@ def draft_card(card: dict[str, Any]) -> str:
         shares = ", ".join(f"{length}: {share:.1%}" for length, share in measured["distribution"].items())
         return f"**{measured['accept_length']:.3f}** ({shares})"
 
-    held_out = card["held_out"]
+    held_out, (what, script) = card["held_out"], KINDS[card["architecture"]]
+    most = max(map(int, held_out["distribution"]))
     rows = {
         "target": f"`{card['target']}`",
         "parameters": f"{card['parameters']:,}",
-        "held-out accept length, 3 steps (maximum 4)": spread(held_out),
+        f"held-out accept length, {most - 1} drafted tokens (maximum {most})": spread(held_out),
         "n-gram look-up draft on the same prompts": spread(card["look_up"]),
         "counted on": f"{held_out['prompts']} prompts, {held_out['passes']:,} verify passes, "
         f"{held_out['tokens_counted']:,} greedy tokens",
@@ -87,8 +111,8 @@ license: psf-2.0
 ---
 # {card["name"]}
 
-A specimen, not a useful model: a frozen-KV draft (two layers that ask the keys and values of its target's last layer
-and write none) for `{card["target"]}`, trained so that accept length in the lab is that of a trained pair.
+A specimen, not a useful model: {what} for `{card["target"]}`, trained so that accept
+length in the lab is that of a trained pair.
 
 | | |
 | --- | --- |
@@ -98,6 +122,6 @@ Accept length is the mean of tokens committed by a verify pass, the bonus token 
 continuation of held-out prompts in float32, counted up to where that continuation ends or turns periodic.
 
 The corpus is the source of Python's standard library (PSF License 2.0). Nothing else was used and nothing downloaded.
-`scripts/pico_corpus.py`, `scripts/pico_continuations.py` and `scripts/train_assistant.py` make this folder again, and
+`scripts/pico_corpus.py`, `scripts/pico_continuations.py` and `scripts/{script}` make this folder again, and
 `scripts/pico_accept.py` measures it.
 """

@@ -1,0 +1,77 @@
+"""Texts that a draft learns from and is measured on: with what the target made of them, and in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cglab.measure.acceptance_rule import counted_length
+from cglab.models.decoder import Decoder
+
+POOL = 8  # batches of which the texts are sorted by length
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Equally long texts; a kind of draft adds what it sees of them.
+
+    Attributes:
+        tokens: [texts, length] int64.
+        counted: [texts] int64, tokens of each text that are learnt from.
+    """
+
+    tokens: Tensor
+    counted: Tensor
+
+    def chosen(self, rows: Tensor) -> Self:
+        """Some of the texts."""
+        return type(self)(*(getattr(self, part.name)[rows] for part in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """All of them, one after the other."""
+        return cls(*(torch.cat([getattr(each, part.name) for each in parts]) for part in fields(cls)))
+
+
+T = TypeVar("T", bound=Texts)
+Observe: TypeAlias = Callable[[Decoder, Tensor, Tensor], T]
+"""Runs a target over texts [texts, length] int64 of which [texts] tokens count, and keeps what a draft sees."""
+
+
+def lessons(target: Decoder, data: Path, observe: Observe[T], batch: int) -> list[T]:
+    """All continuations as the target sees them, equally long ones together, ``batch`` at a time through it."""
+    device, ends = target.norm.weight.device, target.config.eos_token_ids
+    kinds = []
+    for name, array in np.load(data / "continuations.npz").items():
+        prompt = int(name)
+        counted = [prompt + counted_length(row[prompt:].tolist(), ends) for row in array]
+        tokens = torch.from_numpy(array.astype(np.int64)).to(device)
+        lengths = torch.tensor(counted, device=device)
+        parts = [
+            observe(target, *pair) for pair in zip(tokens.split(batch), lengths.split(batch), strict=True)
+        ]
+        kinds.append(type(parts[0]).joined(parts))
+    return kinds
+
+
+def batches(kinds: list[T], batch: int, seed: int) -> Iterator[T]:
+    """Endless batches of equally long texts; every epoch has each text once, but for an incomplete last batch.
+
+    Texts of which about equally much is learnt from come together, and are cut after that.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    while True:
+        drawn: list[tuple[T, Tensor]] = []
+        for kind in kinds:
+            for pool in torch.randperm(len(kind.tokens), generator=generator).split(POOL * batch):
+                alike = pool[kind.counted.cpu()[pool].argsort(stable=True)]
+                drawn.extend((kind, rows) for rows in alike.split(batch) if len(rows) == batch)
+        for index in torch.randperm(len(drawn), generator=generator).tolist():
+            kind, rows = drawn[index]
+            yield kind.chosen(rows.to(kind.tokens.device))

@@ -1,0 +1,186 @@
+"""The scripts that make pico-gqa-dflash: a block learns from what a decode step sees, and is counted by the rule."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from cglab.graphs.options import Options
+from cglab.models.block_draft import BlockDraft, BlockDraftConfig
+from cglab.models.draft_cache import Feeder, draft_cache
+from cglab.models.drafts import load_draft
+from cglab.models.spans import LiveSpans, PrefillAttention, Span
+from cglab.runners.base import GraphGroup
+from cglab.runners.block_draft import BlockDraftRunner
+from cglab.runners.draft_sampler import DraftSampler
+from tests.runners.blocks import block_draft
+
+BLOCK = 4
+DRAFT = BlockDraftConfig(300, 48, 40, 2, 4, 2, 16, BLOCK, mask_token_id=299, context_layers=(0, 1))
+SHIPPED = "data/drafts/pico-gqa-dflash"
+
+
+@pytest.fixture
+def pair(tiny):
+    """A small target and a block draft with random weights."""
+    target = tiny()
+    return target, block_draft(target, DRAFT)
+
+
+def seen(script, draft, tokens):
+    lengths = torch.full((len(tokens),), tokens.shape[1])
+    return script("pico_accept").measure_of(draft).observe(draft.target, tokens, lengths)
+
+
+@torch.no_grad()
+def drafted(script, draft, tokens, anchors):
+    return script("block_windows").draft_blocks(draft, seen(script, draft, tokens), torch.tensor(anchors))
+
+
+@torch.no_grad()
+def test_training_drafts_what_a_decode_step_drafts(script, pair, paged):
+    """From each position: the target's step feeds the draft's pages, and the runner's block over these is the same."""
+    target, draft = pair
+    tokens, anchors = torch.randint(1, 300, (2, 20)), [[5, 0, 11], [15, 7, 7]]
+    found = drafted(script, draft, tokens, anchors)
+    for text, place in product((0, 1), range(3)):
+        at = anchors[text][place]
+        world = paged(target, 1, 24)
+        feeder = Feeder(draft, draft_cache(DRAFT.stack, world.kv, dtype=torch.float32))
+        for cache in feeder.kv.caches().values():
+            cache[:, world.page_size :] = float("nan")
+        context = world.slots(0, 0, at + 1)
+        attend = PrefillAttention(world.kv, out_slots=context, live=LiveSpans([Span(1, 0, at + 1)]))
+        feeder.forward(tokens[text, : at + 1], torch.arange(at + 1), attend, context)
+        group = GraphGroup(torch.device("cpu"))
+        sampler = DraftSampler(target, BLOCK, in_graph=False)
+        runner = BlockDraftRunner(draft, feeder.kv, group, (1,), Options("eager"), sampler=sampler)
+        step = runner.run_live_eager(
+            1, input_ids=tokens[text, at + 1 : at + 2], out_slots=world.slots(0, at + 1, BLOCK),
+            request_rows=torch.tensor([1]), seq_lens=torch.tensor([at + 1 + BLOCK]),
+        )  # fmt: skip
+        torch.testing.assert_close(found[text, place], step.hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_sees_its_known_token_all_before_it_and_nothing_else(script, pair):
+    _, draft = pair
+    tokens = torch.randint(1, 299, (1, 20))
+
+    def block(changed, anchors=((6,),)):
+        other = tokens.clone()
+        other[0, changed] += 1
+        return drafted(script, draft, other, anchors)[0, 0]
+
+    before = block(slice(0, 0))
+    same = [torch.equal(before, block(slice(at, at + 1))) for at in range(20)]
+    assert same == [False] * 8 + [True] * 12, "positions 0 to 6 are its context, 7 the known token"
+    torch.testing.assert_close(before, block(slice(0, 0), ((6, 2, 18),)))
+
+
+def test_anchors_are_random_have_a_token_to_learn_and_start_a_little_before_the_continuation(
+    script, pair, monkeypatch
+):
+    training = script("train_block_draft")
+    monkeypatch.setattr(training, "CONTINUED", 12)
+    monkeypatch.setattr(training, "CORPUS_TOKENS", 4)
+    texts = seen(script, pair[1], torch.randint(1, 300, (3, 24)))
+    texts.counted[:] = torch.tensor([12, 18, 24])
+    anchors = training.random_anchors(texts, 200)
+    assert anchors.min(1).values.tolist() == [8, 8, 8]
+    assert anchors.max(1).values.tolist() == [9, 15, 21], "two tokens follow, the second is learnt"
+
+
+def test_accept_length_is_that_of_drafting_and_checking_token_by_token(script, pair):
+    target, draft = pair
+    accept, greedy = script("pico_accept"), script("train_pico").continue_greedily
+    prompts = [torch.randint(1, 300, (6,)).tolist() for _ in range(4)]
+    counted = 0
+    for held_out in accept.held_out_texts(target, prompts, accept.measure_of(draft).observe, 40):
+        text, lengths = [*held_out.prompt, held_out.continuation[0]], []
+        while len(text) - len(held_out.prompt) + BLOCK - 1 <= len(held_out.continuation):
+            hidden = drafted(script, draft, torch.tensor([text]), [[len(text) - 2]])[0, 0]
+            tokens = target.logits(hidden[1:]).argmax(-1).tolist()
+            wanted = greedy(target, text, BLOCK)
+            accepted = next((n for n in range(BLOCK - 1) if tokens[n] != wanted[n]), BLOCK - 1)
+            lengths.append(1 + accepted)
+            text += wanted[: 1 + accepted]
+        assert accept.block_passes(draft, held_out) == lengths
+        counted += len(lengths)
+    assert counted > 10
+
+
+def test_a_few_steps_of_training_lower_the_loss_and_the_folder_reads_back_to_the_bit(script, tiny, tmp_path):
+    training, shared = script("train_block_draft"), script("draft_training")
+    target = tiny(torch.bfloat16)
+    draft = BlockDraft(DRAFT, device="cpu", dtype=torch.float32)
+    draft.bind(target)
+    shared.initialise(draft, seed=0)
+    texts = seen(script, draft, torch.randint(1, 300, (8, 24)))
+    texts.counted[:] = torch.arange(17, 25)
+    anchors = torch.arange(4, 15).expand(8, -1)
+
+    def loss_of(texts, decay=4.0):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return training.block_loss(draft, texts, anchors, decay)
+
+    losses = []
+    optimisers = shared.optimisers_of(draft, 1e-2)
+    for _ in range(8):
+        loss = loss_of(texts)
+        losses.append(loss.item())
+        loss.backward()
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
+    assert losses[-1] < losses[0] - 0.5 and math.isfinite(losses[-1])
+    assert target.embedding.weight.grad is None, "the target is frozen"
+
+    with torch.no_grad():
+        tokens = texts.tokens.clone()
+        tokens[0, 17:] = 1
+        assert loss_of(texts) == loss_of(replace(texts, tokens=tokens)), "what is not counted is not learnt"
+        assert loss_of(texts) < loss_of(texts, 100.0), "a further token is harder and counts less"
+
+    half = {
+        "accept_length": 2.0,
+        "distribution": {"1": 0.5, "4": 0.5},
+        "passes": 2,
+        "prompts": 1,
+        "tokens_counted": 8,
+    }
+    facts = {
+        "target": "tiny", "held_out": half | {"distinct_4grams": 1.0}, "look_up": half, "train_loss": 1.0, "steps": 8,
+        "planned_steps": 8, "batch": 8, "epochs": 8, "seed": 0, "peak_learning_rate": 1e-2, "device": "CPU",
+        "seconds": 1.0,
+    }  # fmt: skip
+    corpus = {"python": "3.11", "corpus_sha256": "0" * 64}
+    texts_of = {
+        "continuations": 8,
+        "continued_tokens": 96,
+        "temperatures": [0.0],
+        "continuations_sha256": "1" * 64,
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(corpus))
+    (tmp_path / "continuations.json").write_text(json.dumps(texts_of))
+    script("draft_card").write_draft(draft, tmp_path, tmp_path / "drafts" / "draft", facts)
+    told = (tmp_path / "drafts" / "draft" / "README.md").read_text()
+    assert (
+        "a block draft" in told and "train_block_draft.py" in told and "3 drafted tokens (maximum 4)" in told
+    )
+    loaded = load_draft(tmp_path / "drafts" / "draft", target)
+    assert loaded.config == DRAFT and loaded.weights == "trained"
+    for name, parameter in draft.named_parameters():
+        assert torch.equal(loaded.model.get_parameter(name), parameter.to(torch.bfloat16)), name
+
+
+def test_the_shape_to_be_shipped_is_small_and_reads_most_of_its_target(script, root):
+    shape = script("train_block_draft").SHAPE
+    with torch.device("meta"):
+        draft = BlockDraft(shape, device="meta", dtype=torch.bfloat16)
+    assert sum(parameter.numel() for parameter in draft.parameters()) * 2 < 3e6
+    assert 3 <= len(shape.context_layers) <= 5 and shape.block_size == 8
+    vocabulary = json.loads((root / "data/models/pico-gqa/tokenizer.json").read_text())["model"]["vocab"]
+    assert vocabulary["ÿ"] == shape.mask_token_id, "the byte 0xFF, in the alphabet of byte-level tokens"

@@ -1,0 +1,140 @@
+"""The scripts that make pico-dsa-nextn: the layer learns from what an extend sees, and is counted by the rule."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cglab.errors import ModelError
+from cglab.models.draft_cache import draft_cache
+from cglab.models.drafts import load_draft
+from cglab.models.indexer import KeyRanges
+from cglab.models.loading import decoder_of, fill_randomly, random_model
+from cglab.models.nextn import NextN, nextn_config
+from cglab.models.spans import Span
+from cglab.models.sparse import LiveKeys, SparseAttention
+from tests.models.latent import ARMS, TINY, LatentRequests
+from tests.models.test_dsa import CLOSE
+
+
+@pytest.fixture
+def layer():
+    made = NextN(nextn_config(TINY), device="cpu", dtype=torch.float32)
+    fill_randomly(made, 1, seed=2)
+    made.bind(random_model(TINY, device="cpu", dtype=torch.float32, seed=1))
+    return made
+
+
+def seen(script, layer, tokens):
+    lengths = torch.full((len(tokens),), tokens.shape[1])
+    return script("pico_accept").measure_of(layer).observe(layer.target, tokens, lengths)
+
+
+@torch.no_grad()
+def test_training_drafts_what_an_extend_drafts(script, layer):
+    tokens = torch.randint(0, 97, (2, 21))
+    found, _ = script("nextn_windows").draft_next(layer, seen(script, layer, tokens))
+    for row, text in zip(found, tokens, strict=True):
+        requests = LatentRequests(layer.target, 1, 24)
+        hidden = requests.step({0: text[:-1]})
+        kv = draft_cache(layer.config, requests.kv, dtype=torch.float32)
+        positions = torch.arange(20)
+        slots = kv.full.slots(torch.tensor([1]), positions.unsqueeze(0))[0]
+        keys = LiveKeys(KeyRanges.of([Span(1, 0, 20)], kv.full))
+        attend = SparseAttention(
+            kv, out_slots=slots, keys=keys, breaks=ARMS["T8 and T9"], index_topk=TINY.index_topk
+        )
+        torch.testing.assert_close(row, layer(text[1:], hidden, positions, attend), **CLOSE)
+
+
+@torch.no_grad()
+def test_accept_length_is_that_of_drafting_after_every_pass(script, layer):
+    """Against a loop that drafts from the whole text so far, pass by pass."""
+    accept = script("pico_accept")
+    prompts = torch.randint(1, 97, (3, 6)).tolist()
+    kind = accept.measure_of(layer)
+    held_out = accept.held_out_texts(layer.target, prompts, kind.observe, 14)
+    drafted = script("nextn_windows").draft_next
+    for text in held_out:
+        lengths, bonus = [], 0
+        while bonus + 1 < len(text.continuation):
+            known = torch.tensor([text.prompt + text.continuation[: bonus + 1]])
+            after, _ = drafted(layer, seen(script, layer, known))
+            accepted = int(layer.target.logits(after[0, -1]).argmax()) == text.continuation[bonus + 1]
+            lengths.append(1 + accepted)
+            bonus += 1 + accepted
+        assert kind.passes(layer, text) == lengths
+    assert kind.steps == 1
+
+
+def test_a_layer_learns_and_is_written(script, layer, tmp_path):
+    shared, training = script("draft_training"), script("train_nextn")
+    shared.initialise(layer, seed=0)
+    (block,) = layer.blocks
+    zero = (block.attention.output.weight, block.feed_forward.down, block.attention.indexer.key_norm.bias)
+    assert not any(parameter.any() for parameter in zero) and block.attention.latent_down.weight.any()
+    layer.target.requires_grad_(requires_grad=False)
+    length = training.CONTINUED + training.CORPUS_TOKENS
+    texts = seen(script, layer, torch.randint(1, 97, (4, length)).clamp(max=9))
+    texts.counted[:] = torch.tensor([30, 60, 90, 112])
+    optimisers, losses = shared.optimisers_of(layer, 1e-2), []
+    routers = training.routers_of(layer)
+    for _ in range(8):
+        loss, loads = training.draft_loss(layer, texts, 1.0)
+        losses.append(loss.item())
+        loss.backward()
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
+        training.balance(routers, loads, 1e-3)
+    assert losses[-1] < losses[0] - 0.3 and routers[0].bias.any()
+    with torch.no_grad():
+        after, _ = script("nextn_windows").draft_next(layer, texts)
+        hidden, told = texts.hidden.clone(), []
+        for counted in (30, 29):  # of position 29 the first text still learns what the target says
+            hidden[0, counted:] = 0.0
+            told.append(training.entropy(layer, replace(texts, hidden=hidden), after, 1.0))
+        assert told[0] == training.entropy(layer, texts, after, 1.0) != told[1]
+
+    half = {
+        "accept_length": 1.5,
+        "distribution": {"1": 0.5, "2": 0.5},
+        "passes": 2,
+        "prompts": 1,
+        "tokens_counted": 8,
+    }
+    facts = {
+        "target": "tiny", "held_out": half | {"distinct_4grams": 1.0}, "look_up": half, "train_loss": 1.0, "steps": 8,
+        "planned_steps": 8, "batch": 8, "epochs": 8, "seed": 0, "peak_learning_rate": 1e-2, "device": "CPU",
+        "seconds": 1.0,
+    }  # fmt: skip
+    (tmp_path / "manifest.json").write_text(json.dumps({"python": "3.11", "corpus_sha256": "0" * 64}))
+    texts_of = {
+        "continuations": 8,
+        "continued_tokens": 96,
+        "temperatures": [0.0],
+        "continuations_sha256": "1" * 64,
+    }
+    (tmp_path / "continuations.json").write_text(json.dumps(texts_of))
+    script("draft_card").write_draft(layer, tmp_path, tmp_path / "drafts" / "draft", facts)
+    told = (tmp_path / "drafts" / "draft" / "README.md").read_text()
+    assert "a NextN layer" in told and "train_nextn.py" in told and "1 drafted tokens (maximum 2)" in told
+    loaded = load_draft(tmp_path / "drafts" / "draft", layer.target)
+    assert loaded.config == layer.config and loaded.weights == "trained"
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(loaded.model.get_parameter(name), parameter.bfloat16().to(parameter.dtype)), name
+
+
+def test_a_target_without_latent_attention_is_refused(script, tiny):
+    tokens = torch.randint(0, 97, (1, 5))
+    with pytest.raises(ModelError, match="drafts for no Qwen3ForCausalLM"):
+        script("nextn_windows").observe_hidden(tiny(), tokens, torch.tensor([5]))
+
+
+def test_the_shapes_to_be_shipped_are_small_and_sparse_at_their_context(script):
+    shape, context = script("train_pico_dsa").SHAPE, script("train_pico").CONTEXT
+    place = {"device": "meta", "dtype": torch.bfloat16}
+    models = decoder_of(shape, **place), NextN(nextn_config(shape), **place)
+    assert sum(parameter.numel() for model in models for parameter in model.parameters()) * 2 < 4e6
+    assert shape.index_topk * 8 < context
