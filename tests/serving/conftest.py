@@ -70,7 +70,7 @@ def launch(tmp_path, make_arm):
     """Starts the stand-in, and ends it with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(mode: str = "", *, deadline_s: float = 30.0, port: int | None = None, **options):
+        def start(mode: str = "", *, deadline_s: float = 200.0, port: int | None = None, **options):
             arm = make_arm(mode, **options)
             return stack.enter_context(
                 server.launch(arm, log_folder=tmp_path / "logs", deadline_s=deadline_s, port=port)

@@ -17,7 +17,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def wait_for(what, seconds=20.0):
+def wait_for(what, seconds=200.0):
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline, f"not within {seconds} s"

@@ -70,7 +70,9 @@ def main():
     deaf = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True)
     deaf.stdout.readline()
     plain = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(os.environ["FAKE_PIDS"]).write_text(f"{os.getpid()} {deaf.pid} {plain.pid}")
+    pids = Path(os.environ["FAKE_PIDS"])
+    pids.with_suffix(".new").write_text(f"{os.getpid()} {deaf.pid} {plain.pid}")
+    pids.with_suffix(".new").rename(pids)  # there with all that is in it
     server = ThreadingHTTPServer((options.host, options.port), Handler)
     print("The server is fired up and ready to roll!", flush=True)
     server.serve_forever()
