@@ -9,14 +9,18 @@ START = notebooks/00_start_here.ipynb
 WORKERS ?= $(if $(shell command -v nvidia-smi),0,logical --maxprocesses=4)
 SIDE_BY_SIDE = --numprocesses=$(WORKERS) --dist=loadfile
 
+# SGLang brings a torch of its own, so servers have an environment of their own. One that is named is taken as it is.
+SERVERS = .venv-sglang
+SERVERS_STAMP = $(if $(CGLAB_SGLANG_PYTHON),,$(SERVERS)/.installed)
+
 # $(call LIMIT,SECONDS) before a command ends it after that time, where coreutils' timeout exists.
 LIMIT = $(if $(shell command -v timeout),timeout --foreground --kill-after=30 $(1))
 
-.PHONY: help demo lab test notebooks refresh check soak
+.PHONY: help demo lab test test-sglang notebooks refresh check soak
 .DELETE_ON_ERROR:
 
 help: ## list these commands
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## run the main job: executed notebook, report, results.jsonl
 	$(call LIMIT,600) $(BIN)/python -m cglab demo $(if $(OUT),--out $(OUT))
@@ -27,6 +31,9 @@ lab: $(STAMP) ## open JupyterLab on the start notebook (this machine only, with 
 
 test: check ## lint, types, layers, unit tests and notebooks
 	$(call LIMIT,3000) $(BIN)/python -m pytest --timeout=300 $(SIDE_BY_SIDE)
+
+test-sglang: $(STAMP) $(SERVERS_STAMP) ## start real SGLang servers and test with them
+	$(call LIMIT,600) $(BIN)/python -m pytest --timeout=570 -m sglang tests/serving
 
 notebooks: $(STAMP) ## run the notebooks and compare what they promise
 	$(call LIMIT,1200) $(BIN)/python -m pytest --timeout=300 $(SIDE_BY_SIDE) notebooks tests/notebooks
@@ -43,16 +50,27 @@ check: $(STAMP) ## lint, format, types, layers
 soak: $(STAMP) ## the exhaustive and long tests
 	$(call LIMIT,14400) $(BIN)/python -m pytest --timeout=7200 -m soak
 
-# Installed again only when what it is made of changed. A half-made environment has no pip and is made anew.
+# $(call NEW_VENV,FOLDER) makes an environment. A half-made one has no pip and is made anew.
+define NEW_VENV
+@test -x $(1)/bin/pip || { \
+  for python in $(PYTHON); do \
+    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+      exec $$python -m venv --clear $(1); \
+    fi; \
+  done; \
+  echo "cglab needs Python 3.11 or newer and found none as: $(PYTHON). Try: make PYTHON=/path/to/python3.11" >&2; \
+  exit 1; \
+}
+endef
+
+# Installed again only when what it is made of changed.
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/pip || { \
-	  for python in $(PYTHON); do \
-	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	      exec $$python -m venv --clear $(VENV); \
-	    fi; \
-	  done; \
-	  echo "cglab needs Python 3.11 or newer and found none as: $(PYTHON). Try: make PYTHON=/path/to/python3.11" >&2; \
-	  exit 1; \
-	}
+	$(call NEW_VENV,$(VENV))
 	$(call LIMIT,1800) $(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# About four minutes and 11 GB; what is used is compiled when it is used.
+$(SERVERS)/.installed: pyproject.toml
+	$(call NEW_VENV,$(SERVERS))
+	$(call LIMIT,600) $(SERVERS)/bin/python -m pip install --no-compile --editable '.[sglang]'
 	@touch $@

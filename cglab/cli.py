@@ -1,4 +1,4 @@
-"""The command ``cglab``: demo, techniques, parity, bench, results, published, doctor.
+"""The command ``cglab``: demo, techniques, parity, bench, serve-compare, results, published, doctor.
 
 Results go to standard output, once and whole; with ``--json`` as one JSON value. Progress and notes go to
 standard error. Exit status: 0 when what was asked holds, 1 when it does not, 2 for bad input, 130 after
@@ -159,6 +159,35 @@ def _parser() -> argparse.ArgumentParser:
     keep = bench.add_mutually_exclusive_group()
     keep.add_argument("--save", action="store_true", help="add the records to data/results")
     keep.add_argument("--record", type=Path, metavar="DIR", help="add the records to a file in this folder")
+
+    serve = add("serve-compare", "serving:serve_compare", "a recipe's arms on real SGLang servers, in turns")
+    serve.add_argument(
+        "recipe", metavar="RECIPE", help="by name or source, such as s3; an unknown one lists them"
+    )
+    serve.add_argument(
+        "--instances", type=_count, default=3, metavar="N", help="servers of each arm (default: 3)"
+    )
+    serve.add_argument("--order", metavar="ABBAAB", help="the turns; forward and backward rounds if left out")
+    serve.add_argument(
+        "--confirm", type=_count, metavar="N", help="instances to go on to where a difference shows"
+    )
+    # Every command has its home in ``run``.
+    serve.add_argument("--run", dest="run_name", metavar="NAME", help="joins the records of several commands")
+    serve.add_argument("--variant", metavar="NAME", help="published, gpu or cpu (default: by the device)")
+    serve.add_argument(
+        "--model", metavar="NAME", help="another model than the recipe's: a folder or a hub id"
+    )
+    serve.add_argument(
+        "--deadline",
+        type=_count,
+        default=900,
+        metavar="S",
+        help="seconds for a server's start, and for its points",
+    )
+    serve.add_argument(
+        "--out", type=Path, default=Path("out/servers"), metavar="DIR", help="logs, data, records"
+    )
+    serve.add_argument("--save", action="store_true", help="add the records to data/results instead")
 
     results = add("results", "tables:results", "what was recorded")
     results.add_argument("--claims", action="store_true", help="the targets; status 1 if one is unmet")

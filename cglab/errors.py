@@ -7,6 +7,8 @@
     |   +-- BucketError         a bucket list cannot be honoured
     |   +-- ModelError          a model folder, checkpoint or name cannot be used
     |   +-- DeviceError         a device is asked for that is not there
+    |   +-- NotInstalledError   a package is asked for that is not there
+    |   +-- PortTakenError      a port is asked for on which something listens
     +-- CaptureError            a function could not be recorded
     |   +-- HostReadError           it reads device data on the host
     |   +-- DynamicShapeError       an output's shape depends on data
@@ -22,6 +24,7 @@
     |   +-- AddressError            memory that the recording reads has moved
     |   +-- StaleOutputError        an output is read after a later replay overwrote it
     |   +-- PoolBusyError           the pool is in use, or borrowed memory is still alive
+    +-- ServerError             a server did not start, died or gave no answer
     +-- ResultsError            recorded results cannot be read or written
     +-- RankError               ranks that work together do not: one is lost, late, or was told something else
     +-- ClosedError             the object was closed
@@ -32,6 +35,7 @@ Messages carry three things: the fact, the good values, and the next step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -61,6 +65,14 @@ class ModelError(InputError):
 
 class DeviceError(InputError):
     """A device was asked for that this machine does not have."""
+
+
+class NotInstalledError(InputError):
+    """A package was asked for that this machine does not have."""
+
+
+class PortTakenError(InputError):
+    """A port was asked for on which something listens already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +185,20 @@ class StaleOutputError(ReplayError):
 
 class PoolBusyError(ReplayError):
     """A replay or capture was started while its pool was in use."""
+
+
+class ServerError(CglabError):
+    """A server did not start, died, or gave no answer; nothing else was touched, and its log is kept.
+
+    Attributes:
+        fault: what it most likely is, in a few words, such as ``out of memory``.
+        log_lines: the last lines of its log, oldest first.
+    """
+
+    def __init__(self, message: str, *, fault: str, log_lines: Sequence[str] = ()) -> None:
+        self.fault = fault
+        self.log_lines = tuple(log_lines)
+        super().__init__("\n  | ".join([message, *self.log_lines]))
 
 
 class TokenRangeError(CglabError):

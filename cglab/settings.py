@@ -7,6 +7,7 @@
 | ``CGLAB_OPS`` | ``auto``, ``portable``, ``compiled`` | ``auto``: compiled on a CUDA device, else portable |
 | ``CGLAB_DATA`` | an existing folder | ``data`` in the repository |
 | ``CGLAB_DISABLE_SEED_GRAPH`` | ``0``, ``1`` | ``0``; ``1`` keeps the seed step eager, whatever its toggle says |
+| ``CGLAB_SGLANG_PYTHON`` | a Python with SGLang | the one of ``make test-sglang``, else this one if it has SGLang |
 
 A value that is not good, and a ``CGLAB_`` variable that is not in the table, is an error and never a guess: a
 misspelt ``CGLAB_DEVICE`` would otherwise measure the wrong machine in silence.
@@ -29,7 +30,8 @@ DEVICES = ("auto", "cpu", "cuda")
 FORMS = ("auto", "portable", "compiled")
 SWITCH = ("0", "1")
 SEED_GRAPH_SWITCH = "CGLAB_DISABLE_SEED_GRAPH"
-VARIABLES = ("CGLAB_DATA", "CGLAB_DEVICE", SEED_GRAPH_SWITCH, "CGLAB_MODEL", "CGLAB_OPS")
+SGLANG_PYTHON = "CGLAB_SGLANG_PYTHON"
+VARIABLES = ("CGLAB_DATA", "CGLAB_DEVICE", SEED_GRAPH_SWITCH, "CGLAB_MODEL", "CGLAB_OPS", SGLANG_PYTHON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Settings:
         ops: the form in which models compute; None for the device's own default.
         data: folder of shipped models, published tables and recorded results.
         seed_graph: whether the assistant's seed step may be captured.
+        sglang_python: the Python that starts SGLang's servers; whether it can is for whoever starts one to say.
     """
 
     device: str
@@ -49,6 +52,7 @@ class Settings:
     data: Path
     ops: str | None = None
     seed_graph: bool = True
+    sglang_python: Path | None = None
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -86,7 +90,11 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     if switch not in SWITCH:
         message = f"{SEED_GRAPH_SWITCH}={switch!r} is no switch; good values are {', '.join(SWITCH)}"
         raise ToggleError(message)
-    return Settings(requested, model, data, None if ops == "auto" else ops, seed_graph=switch == "0")
+    python = variables.get(SGLANG_PYTHON)
+    return Settings(
+        requested, model, data, None if ops == "auto" else ops,
+        seed_graph=switch == "0", sglang_python=Path(python).expanduser() if python else None,
+    )  # fmt: skip
 
 
 def device(settings: Settings | None = None) -> torch.device:

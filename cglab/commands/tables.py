@@ -14,11 +14,13 @@ from cglab.measure.published import load_published
 from cglab.measure.record import Record
 from cglab.measure.records import load
 from cglab.measure.tree import tree_hash
+from cglab.serving.toggles import rows as sglang_rows
 
 
 def techniques(_options: Namespace) -> Outcome:
-    """The ten techniques with their toggles."""
-    rows = [technique.as_dict() for technique in TECHNIQUES.values()]
+    """The ten techniques with their toggles, and what drives each in SGLang."""
+    servers = sglang_rows()
+    rows = [{**technique.as_dict(), "sglang": servers[technique.id]} for technique in TECHNIQUES.values()]
     columns = ("id", "toggle", "values", "default", "text", "available")
     shown = [
         {**row, "values": ", ".join(row["values"]), "available": "yes" if row["available"] else row["reason"]}

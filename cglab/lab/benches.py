@@ -15,6 +15,7 @@ from cglab.lab.capture_bench import capture
 from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.dflash_bench import dflash
+from cglab.lab.engines_bench import engines
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
 from cglab.lab.mtp_bench import mtp
@@ -63,6 +64,9 @@ BENCHES: Mapping[str, Bench] = {
     "ttft": Bench("time to first token under concurrency, prefill eager, breakable and full in turns", ttft),
     "load": Bench(
         "three loads with decoding, prefill eager and breakable in turns: latency, occupancy", load
+    ),
+    "engines": Bench(
+        "the lab's engine and a real SGLang server on the same requests, in turns: TTFT, TPOT, rates", engines
     ),
     "accept": Bench("tokens that a verify pass commits on held-out prompts, beside a look-up draft", accept),
     "mtp": Bench(

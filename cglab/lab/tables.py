@@ -10,7 +10,7 @@ from cglab.measure.record import Record
 
 _SIZES = (
     "batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "dataset", "phase", "ops", "kernels",
-    "topk", "padding", "prompts", "stages", "cap", "rank",
+    "topk", "padding", "prompts", "stages", "cap", "rank", "name",
 )  # fmt: skip
 _COLUMNS = {
     "decode": ("step_ms", "ratio_to_eager", "ratio_to_transformers", "busy_ms", "launches", "kernels", "gap_us",
@@ -31,6 +31,11 @@ _COLUMNS = {
     "ttft_crossover": ("limit", "safe_limit", "next_size", "crossover", "default_limit"),
     "load": ("ttft_ms_p50", "ttft_ratio", "ttft_verdict", "tpot_ms_p50", "tpot_ratio", "output_tok_s",
              "queueing_ms_p50", "tokens_equal", "occupancy_percent", "gauge_percent"),
+    "engines": ("ttft_ms_p50", "ttft_ratio", "ttft_verdict", "tpot_ms_p50", "tpot_ratio", "tpot_verdict", "e2e_ms_p50",
+                "user_tok_s_p50", "output_tok_s", "errors"),
+    "servers": ("ttft_ms_p50", "tpot_ms_p50", "e2e_ms_p50", "user_tok_s_p50", "total_tok_s_per_device",
+                "graph_share_prefill", "graph_share_decode", "graph_memory_gb", "capture_seconds",
+                "accept_length", "errors"),
     "accept": ("tokens_per_pass", "accept_rate", "completion_per_pass", "share_1", "share_2", "share_3", "share_4",
                "passes", "tokens_counted", "distinct_4grams", "ok"),
     "speculation": ("steps", "captured", "bitwise", "tokens_equal", "ties", "differing", "tokens_per_pass", "ok"),

@@ -172,10 +172,10 @@ def interleave(
                 errors[name] = f"{type(error).__name__}: {error}"
 
     turns(0, instances)
-    results = _judge(samples, errors, threshold, seed)
+    results = judge(samples, errors, threshold, seed)
     if confirm > instances and any(result.verdict in ("faster", "slower") for result in results):
         turns(instances, confirm)
-        results = _judge(samples, errors, threshold, seed)
+        results = judge(samples, errors, threshold, seed)
     done = max(len(taken) for taken in samples.values())
     return ABResult(results, tuple(order), threshold, done, false_positive_rate(done, threshold=threshold))
 
@@ -185,19 +185,20 @@ def schedule(names: tuple[str, ...], first: int, last: int) -> list[tuple[int, s
     return [(turn, name) for turn in range(first, last) for name in (names if turn % 2 == 0 else names[::-1])]
 
 
-def _take(arm: Callable[[], float], samples: list[float], repeats: int, warmup: int) -> None:
-    for _ in range(warmup):
-        arm()
-    for _ in range(repeats):
-        seconds = arm()
-        if not (isinstance(seconds, (int, float)) and isfinite(seconds) and seconds > 0):
-            raise InputError(f"an arm returns its seconds as a positive number, got {seconds!r}")
-        samples.append(float(seconds))
-
-
-def _judge(
-    samples: Mapping[str, list[list[float]]], errors: Mapping[str, str], threshold: float, seed: int
+def judge(
+    samples: Mapping[str, list[list[float]]],
+    errors: Mapping[str, str],
+    threshold: float = THRESHOLD,
+    seed: int = 0,
 ) -> tuple[ArmResult, ...]:
+    """Each arm's median and verdict against the first arm, from samples that were taken in turns.
+
+    Args:
+        samples: seconds by arm, then by instance; the first arm is the base. Instances without samples are dropped.
+        errors: what ended an arm, by its name; where either arm of a pair failed the verdict is ``undecided``.
+        threshold: smallest relative difference that counts.
+        seed: of the intervals.
+    """
     base = next(iter(samples))
     kept = {name: [taken for taken in instances if taken] for name, instances in samples.items()}
     results = []
@@ -220,6 +221,16 @@ def _judge(
                 }
         results.append(ArmResult(name, tuple(map(tuple, instances)), errors.get(name), **result))
     return tuple(results)
+
+
+def _take(arm: Callable[[], float], samples: list[float], repeats: int, warmup: int) -> None:
+    for _ in range(warmup):
+        arm()
+    for _ in range(repeats):
+        seconds = arm()
+        if not (isinstance(seconds, (int, float)) and isfinite(seconds) and seconds > 0):
+            raise InputError(f"an arm returns its seconds as a positive number, got {seconds!r}")
+        samples.append(float(seconds))
 
 
 def _milli(seconds: float | None) -> float | None:

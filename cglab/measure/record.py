@@ -141,6 +141,7 @@ def make_record(
     metrics: Mapping[str, Metric],
     samples: Mapping[str, Sequence[float]] | None = None,
     command: Sequence[str] | None = None,
+    software: Mapping[str, str | None] | None = None,
     **facts: Any,
 ) -> Record:
     """A record with the machine, the versions and the state of the package filled in.
@@ -153,6 +154,7 @@ def make_record(
         metrics: figures by name.
         samples: raw samples by name.
         command: what was run; the process's own arguments if left out.
+        software: versions of what ran in another process, such as a server, over those of this one.
         **facts: other fields of :class:`Record`: model, weights, dtype, workload, parity, coverage, notes.
 
     Raises:
@@ -166,7 +168,7 @@ def make_record(
             run=run,
             device=describe_device(device),
             created=datetime.now(UTC).isoformat(),
-            versions=versions(),
+            versions=versions() | dict(software or {}),
             tree=tree_hash(),
             dirty=is_dirty(),
             command=_command() if command is None else list(command),

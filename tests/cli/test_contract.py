@@ -13,7 +13,7 @@ from cglab.commands import tables
 from cglab.commands.console import Outcome
 from cglab.errors import CaptureError, InputError, ResultsError
 
-ALL = ["demo", "techniques", "parity", "bench", "results", "published", "doctor"]
+ALL = ["demo", "techniques", "parity", "bench", "serve-compare", "results", "published", "doctor"]
 
 
 def raising(error):

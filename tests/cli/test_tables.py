@@ -9,7 +9,7 @@ from cglab.measure.claims import load_claims
 from cglab.measure.record import make_record, new_run
 from cglab.measure.records import append
 
-KEYS = {"id", "name", "toggle", "values", "default", "module", "notebook", "available", "reason"}
+KEYS = {"id", "name", "toggle", "values", "default", "module", "notebook", "available", "reason", "sglang"}
 
 
 @pytest.fixture
@@ -43,6 +43,21 @@ def test_all_ten_techniques_are_listed_and_what_is_not_built_says_so(ask_json):
             )
         else:
             assert (row["module"], row["notebook"], row["reason"]) == (None, None, "not in this version")
+
+
+def test_techniques_say_what_drives_each_in_sglang_or_why_nothing_does(ask_json):
+    _, rows = ask_json("techniques")
+    driven = {row["id"]: row["sglang"] for row in rows}
+    assert driven["T6"]["0.5.16"]["flag"] == "--cuda-graph-backend-prefill"
+    for row in rows:
+        assert set(row["sglang"]) == {"0.5.16", "0.5.23"}
+        for found in row["sglang"].values():
+            if "none" in found:
+                assert found["none"]
+            else:
+                assert list(found["values"]) == row["values"] and ("flag" in found) != (
+                    "environment" in found
+                )
 
 
 def test_techniques_for_people_name_every_toggle(ask):

@@ -36,11 +36,22 @@ def test_no_fitting_python_is_said_clearly(root, tmp_path, old_python):
     assert not (tmp_path / "venv").exists()
 
 
-@pytest.mark.parametrize("target", ["demo", "lab", "test", "notebooks", "refresh", "check", "soak"])
+@pytest.mark.parametrize(
+    "target", ["demo", "lab", "test", "test-sglang", "notebooks", "refresh", "check", "soak"]
+)
 def test_every_command_is_listed_and_makes_the_environment_first(root, tmp_path, target):
     assert f"\n{target}\t" in make(root, "help").stdout
     plan = make(root, "--dry-run", target, f"VENV={tmp_path / 'venv'}").stdout
     assert "--constraint constraints.txt --editable '.[dev]'" in plan
+
+
+def test_servers_get_an_environment_of_their_own_unless_one_is_named(root, tmp_path):
+    plan = make(root, "--dry-run", "test-sglang", f"SERVERS={tmp_path / 'servers'}").stdout
+    assert f"{tmp_path}/servers/bin/python -m pip install --no-compile --editable '.[sglang]'" in plan
+    assert plan.strip().endswith("-m sglang tests/serving")
+    named = make(root, "--dry-run", "test-sglang", "CGLAB_SGLANG_PYTHON=/opt/sglang/bin/python").stdout
+    assert ".[sglang]" not in named
+    assert "make test-sglang" in (root / ".ci" / "run").read_text()
 
 
 def test_environment_is_not_installed_again_until_its_parts_change(root, tmp_path):

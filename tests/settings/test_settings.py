@@ -29,6 +29,13 @@ def test_the_seed_step_is_captured_unless_it_is_switched_off(given, captured):
     assert read_settings({"CGLAB_DISABLE_SEED_GRAPH": given}).seed_graph is captured
 
 
+@pytest.mark.parametrize(
+    ("given", "python"), [("", None), ("some/python", Path("some/python")), ("~/p", Path.home() / "p")]
+)
+def test_the_python_of_servers_is_only_named(given, python):
+    assert read_settings({"CGLAB_SGLANG_PYTHON": given}).sglang_python == python
+
+
 def test_the_process_environment_is_read(monkeypatch):
     monkeypatch.setenv("CGLAB_MODEL", "llama-3.1-8b")
     assert read_settings().model == "llama-3.1-8b"

@@ -1,0 +1,199 @@
+"""One arm of a comparison of servers, and the command that starts it. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from cglab.errors import InputError, ModelError, ToggleError
+from cglab.models.presets import PRESETS
+from cglab.models.sources import HUB_NAME, shipped_models
+from cglab.serving.installed import Installed
+from cglab.serving.toggles import settings
+
+DEVICES: Final = ("cuda", "cpu")
+LOOPBACK: Final = "127.0.0.1"
+SHIM: Final = Path(__file__).parent / "shim"
+OURS: Final = ("--host", "--port", "--model-path", "--model", "--device")
+"""Arguments that the lab gives itself."""
+
+# What a server on a CPU without AMX needs to start, and sizes that leave the machine usable.
+_CPU: Final = (
+    ("--attention-backend", "torch_native"), ("--sampling-backend", "pytorch"),
+    ("--cuda-graph-backend-decode", "disabled"), ("--grammar-backend", "none"), ("--mem-fraction-static", "0.3"),
+    ("--max-total-tokens", "8192"), ("--max-running-requests", "8"), ("--disable-overlap-schedule", None),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ServerArm:
+    """A server of a comparison; all that it is started with.
+
+    Attributes:
+        name: of the arm, for tables and for its log; letters, digits, ``-``, ``_`` and ``.``.
+        model: a shipped model's name, a Hugging Face folder, or a hub id.
+        toggles: the lab's toggles with their values; what is left out stays as SGLang has it.
+        arguments: further arguments of ``sglang.launch_server``, as on its command line.
+        environment: variables of the server's own; an ``SGLANG_`` variable of this process is not handed on.
+        python: the Python that starts it; None for the one that ``find_python`` finds.
+        device: ``cuda``, or ``cpu``: without graphs, for what does not need speed; None leaves it to SGLang.
+    """
+
+    name: str
+    model: str
+    toggles: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    python: Path | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or not all(letter.isalnum() or letter in "-_." for letter in self.name):
+            raise InputError(
+                f"{self.name!r} names no arm: letters, digits, '-', '_' and '.' do, as in 'decode-full'"
+            )
+        if self.device is not None and self.device not in DEVICES:
+            raise InputError(
+                f"device={self.device!r} of arm {self.name}; good values: {', '.join(DEVICES)} or None"
+            )
+        if self.device == "cpu" and self.toggles.get("decode", "eager") != "eager":
+            raise ToggleError("a server on a CPU has no CUDA graphs; leave decode out or make it eager")
+        # Frozen all the way down, so that an arm can be compared and kept beside its results.
+        object.__setattr__(self, "arguments", tuple(self.arguments))
+        object.__setattr__(self, "toggles", MappingProxyType(dict(self.toggles)))
+        object.__setattr__(self, "environment", MappingProxyType(dict(self.environment)))
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What is run.
+
+    Attributes:
+        argv: the program and its arguments.
+        environment: every variable that it gets.
+    """
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(repr=False)
+
+
+def command(
+    arm: ServerArm, installed: Installed, port: int, inherited: Mapping[str, str] | None = None
+) -> Command:
+    """The command that starts an arm's server on loopback.
+
+    Args:
+        arm: the arm.
+        installed: the version that it is for, which is asked about every flag and variable.
+        port: where it listens.
+        inherited: variables to start from; this process's own if left out. What would make an arm another one than
+            it says is taken out: ``SGLANG_``, ``CGLAB_``, ``PYTHON`` but its path, and Triton's interpreter.
+
+    Raises:
+        InputError: this version lacks an argument, variable or value, or one is given twice; near matches are named.
+        ToggleError: this version has no switch for a toggle.
+        ModelError: there is no such model.
+    """
+    toggled = settings(arm.toggles, installed)
+    given = tuple(_check(arm.arguments, installed))
+    if clash := sorted(set(given) & {*OURS, *toggled.arguments[::2]}):
+        raise InputError(
+            f"{clash[0]} of arm {arm.name} is given by the lab itself; use its field or toggle instead"
+        )
+    if clash := sorted(set(arm.environment) & set(toggled.environment)):
+        raise InputError(f"{clash[0]} of arm {arm.name} is what one of its toggles sets; drop one of the two")
+    for name in arm.environment:
+        installed.check_variable(name)
+    model = model_path(arm.model)
+    argv = [str(installed.python), "-m", "sglang.launch_server", "--model-path", model]
+    argv += [
+        "--host",
+        LOOPBACK,
+        "--port",
+        str(port),
+        *([] if "--enable-metrics" in given else ["--enable-metrics"]),
+    ]
+    if arm.device is not None:
+        argv += ["--device", arm.device]
+    if arm.device == "cpu":
+        taken = {*given, *toggled.arguments[::2]}
+        argv += [
+            part for flag, value in _CPU if flag not in taken for part in (flag, value) if part is not None
+        ]
+    argv += [*toggled.arguments, *arm.arguments]
+    environment = _inherited(os.environ if inherited is None else inherited)
+    if Path(model).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"  # a folder has all that is needed
+    environment |= {**toggled.environment, **arm.environment}
+    if arm.device == "cpu":
+        own = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{SHIM}{os.pathsep}{own}" if own else str(SHIM)
+    return Command(tuple(argv), environment)
+
+
+def model_path(model: str) -> str:
+    """What SGLang is given for a model: an absolute folder, or a hub id as it is.
+
+    Raises:
+        ModelError: it is neither, or the folder has no ``config.json``.
+    """
+    shipped = shipped_models()
+    folder = shipped.get(model) or Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"{folder} has no config.json: a Hugging Face model folder is expected; check the path"
+            )
+        return str(folder.resolve())
+    if HUB_NAME.fullmatch(model):
+        return model
+    if model in PRESETS:
+        raise ModelError(
+            f"{model} is a shape without weights; make a folder of it with cglab.serving.random_weights.write_folder"
+        )
+    raise ModelError(
+        f"no model {model!r}: it is no shipped model ({', '.join(shipped)}), no folder and no hub id (owner/name)"
+    )
+
+
+def _check(arguments: Sequence[str], installed: Installed) -> Iterator[str]:
+    """The flags among arguments, each once, with a good value.
+
+    Raises:
+        InputError: as :func:`command`.
+    """
+    seen: set[str] = set()
+    for place, text in enumerate(arguments):
+        if not text.startswith("--"):
+            continue
+        flag, assigned, value = text.partition("=")
+        argument = installed.argument(flag)
+        if flag in seen:
+            raise InputError(f"{flag} is given twice; give it once")
+        seen.add(flag)
+        following = value if assigned else next(iter(arguments[place + 1 : place + 2]), None)
+        if argument.takes_value and argument.choices is not None and following not in argument.choices:
+            raise InputError(
+                f"{flag} of SGLang {installed.version} cannot be {following!r}; "
+                f"good values: {', '.join(argument.choices)}"
+            )
+        yield flag
+
+
+def _inherited(variables: Mapping[str, str]) -> dict[str, str]:
+    left_out = ("SGLANG_", "CGLAB_", "PYTHON", "TRITON_INTERPRET")
+    # The path stays: SGLang itself may be found through it.
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if name == "PYTHONPATH" or not name.startswith(left_out)
+    }
+    # The log ends where the server does, no file of the working folder passes for a module, loopback has no proxy.
+    return {
+        **kept, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "NO_PROXY": f"{LOOPBACK},localhost",
+        "no_proxy": f"{LOOPBACK},localhost",
+    }  # fmt: skip

@@ -1,0 +1,96 @@
+"""What loads, scrapes and parity need of a running server: an address, its health and its last words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from cglab.errors import ServerError
+
+
+class Answer(Protocol):
+    """An HTTP answer, as httpx gives it."""
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        ...
+
+
+class Install(Protocol):
+    """Where a server's SGLang is."""
+
+    @property
+    def python(self) -> Path:
+        """The interpreter that has it."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Its version, such as ``0.5.23``."""
+        ...
+
+
+class Endpoint(Protocol):
+    """A running server, or a stand-in for it."""
+
+    @property
+    def url(self) -> str:
+        """Such as ``http://127.0.0.1:30000``."""
+        ...
+
+    @property
+    def installed(self) -> Install:
+        """The SGLang that it runs."""
+        ...
+
+    @property
+    def log(self) -> Path:
+        """What it printed so far."""
+        ...
+
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        ...
+
+    def log_tail(self, lines: int = 12) -> list[str]:
+        """The last lines of its log."""
+        ...
+
+    def get(self, path: str) -> Answer:
+        """Asks it; raises ``ServerError`` if it does not answer, or refuses."""
+        ...
+
+    def post(self, path: str, json: Any = None) -> Answer:
+        """Sends JSON; raises ``ServerError`` if it does not answer, or refuses."""
+        ...
+
+
+def read_json(server: Endpoint, path: str, answer: Answer) -> dict[str, Any]:
+    """The object that a server answered with.
+
+    Args:
+        server: that answered.
+        path: what was asked, for the message.
+        answer: what it said.
+
+    Raises:
+        ServerError: if it is no JSON object.
+    """
+    try:
+        value = json.loads(answer.text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise odd(
+            server, f"{path} was answered with something else than a JSON object: {answer.text[:200]!r}"
+        )
+    return value
+
+
+def odd(server: Endpoint, fact: str) -> ServerError:
+    """The error for a server that lives and does not do what it was asked."""
+    return ServerError(
+        f"{fact}; its last lines:", fault="an answer of another form", log_lines=server.log_tail()
+    )

@@ -1,0 +1,122 @@
+"""Comparisons of servers that were recorded before, judged again from their samples: for a machine without SGLang."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cglab.measure.ab import judge
+from cglab.measure.record import Record
+from cglab.measure.records import load
+from cglab.measure.statistics import false_positive_rate
+from cglab.measure.tree import tree_hash
+from cglab.serving.compare import BENCH
+from cglab.serving.comparison import MEASURES
+from cglab.settings import read_settings
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class RecordedServers:
+    """Recorded turns: of each device, model and set of arms the newest run.
+
+    Attributes:
+        runs: records of each run, in the order in which they were made.
+    """
+
+    runs: tuple[tuple[Record, ...], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.runs)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a run, point, measure and arm, with the verdict by S3's rule and its rate of error in percent."""
+        return [row for run in self.runs for row in _rows(run)]
+
+    def as_frame(self) -> pandas.DataFrame:
+        """:meth:`rows` as a frame."""
+        import pandas
+
+        return pandas.DataFrame(self.rows(), dtype=object)
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return "no comparison of servers is recorded yet; `cglab serve-compare RECIPE --save` records one"
+        return "\n".join(_told(run) for run in self.runs)
+
+
+def recorded_servers(folder: str | Path | None = None) -> RecordedServers:
+    """What is recorded; None takes ``results`` in the data folder, and one that does not exist holds nothing."""
+    where = read_settings().data / "results" if folder is None else Path(folder)
+    return newest(load(where).records if where.exists() else ())
+
+
+def newest(records: Iterable[Record]) -> RecordedServers:
+    """The newest run of each device, model and set of arms.
+
+    Args:
+        records: of any bench, by time.
+    """
+    by_run: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.bench == BENCH:
+            by_run[record.run].append(record)
+    kept = {
+        (run[0].device.name, run[0].model, tuple(sorted({each.arm for each in run}))): tuple(run)
+        for run in by_run.values()
+    }
+    return RecordedServers(tuple(kept.values()))
+
+
+def _points(run: Iterable[Record]) -> Mapping[str, Mapping[str, list[Record]]]:
+    found: dict[str, dict[str, list[Record]]] = {}
+    for record in run:
+        found.setdefault(record.workload["name"], {}).setdefault(record.arm, []).append(record)
+    return found
+
+
+def _rows(run: tuple[Record, ...]) -> list[dict[str, Any]]:
+    rows = []
+    for name, arms in _points(run).items():
+        instances = min(len(records) for records in arms.values())
+        for measure, title in MEASURES.items():
+            samples = {
+                arm: [[value / 1e3 for value in record.samples[measure]] for record in records]
+                for arm, records in arms.items()
+            }
+            rows += [
+                {
+                    "device": run[0].device.name, "sglang": run[0].versions.get("sglang"), "model": run[0].model,
+                    "point": name, "measure": title, "arm": arm.name,
+                    "ms": None if arm.median is None else arm.median * 1e3,
+                    "change_percent": None if arm.ratio is None else (arm.ratio - 1) * 100,
+                    "verdict": arm.verdict, "instances": instances,
+                    "error_rate_percent": 100 * false_positive_rate(instances),
+                }
+                for arm in judge(samples, {})
+            ]  # fmt: skip
+    return rows
+
+
+def _told(run: tuple[Record, ...]) -> str:
+    first = run[0]
+    arms = ", ".join(dict.fromkeys(record.arm for record in run))
+    code = (
+        "the code as it is now"
+        if all(each.tree == tree_hash() for each in run)
+        else "an older state of the code"
+    )
+    graphs = (
+        ""
+        if first.shows_graph_times
+        else "; a server on a CPU has no graphs, so its times are none of theirs"
+    )
+    return (
+        f"{arms}: SGLang {first.versions.get('sglang')} with {first.model} on {first.device.name}, recorded on "
+        f"{first.created[:10]} with {code}{graphs}"
+    )

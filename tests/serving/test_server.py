@@ -1,0 +1,235 @@
+"""A server is one object: healthy or a clear error within the deadline, and nothing of it is left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cglab.errors import ClosedError, InputError, ModelError, NotInstalledError, PortTakenError, ServerError
+from cglab.serving import server as serving
+from cglab.serving.arm import ServerArm
+from tests.serving.processes import gone, wait_for
+
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from cglab.serving import guarded
+from cglab.serving.arm import ServerArm
+from cglab.serving.server import launch
+
+guarded.GRACE = 0.3
+python, folder, ending = sys.argv[1:]
+environment = {"FAKE_PIDS": folder + "/pids"}
+server = launch(ServerArm("fake", "pico-gqa", environment=environment, python=Path(python)), log_folder=folder)
+fork = os.fork() if ending == "fork" else 0  # which holds all pipes of its parent
+if fork or ending != "fork":
+    print(server.pid, server.port, fork, flush=True)
+if ending == "exit":
+    sys.exit()
+time.sleep(60)
+"""
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_server_is_asked_and_leaves_no_process_and_no_port(launch, pids):
+    server = launch()
+    assert server.alive() and server.started_s is not None and server.url == f"http://127.0.0.1:{server.port}"
+    assert server.post("/generate", {"input_ids": [4, 5]}).json()["output_ids"] == [6]
+    assert 'mode="decode_none"' in server.get("/metrics").text
+    assert server.log_tail(1) == ["The server is fired up and ready to roll!"]
+    family = pids()
+    assert family[0] == server.pid and not any(map(gone, family))
+    server.close()
+    assert all(map(gone, family)) and not listens(server.port) and not server.alive()
+    server.close()
+    assert "Load weight begin." in server.log.read_text()
+    with pytest.raises(ClosedError, match="arm fake was closed"):
+        server.get("/health")
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "said"),
+    [
+        ("out of memory", "out of memory", "Not enough memory"),
+        ("killed", "out of memory", "SIGKILL"),
+        ("wrong model", "wrong model", "does not appear to have a file named config.json"),
+        ("died", "died", "exit status 7"),
+    ],
+)
+def test_a_server_that_dies_at_start_is_one_error_with_the_logs_last_lines(launch, mode, fault, said):
+    with pytest.raises(ServerError, match=said) as caught:
+        launch(mode)
+    assert caught.value.fault == fault
+    assert caught.value.log_lines[0] == "Load weight begin."
+    assert "fake-1.log" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["never healthy", "hang"])
+def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(launch, pids, tmp_path, monkeypatch, mode):
+    """The clock stands still until the server is there, and then jumps past the deadline."""
+    clock = SimpleNamespace(monotonic=lambda: 1000.0 if (tmp_path / "pids").exists() else 0.0)
+    monkeypatch.setattr(serving, "time", clock)
+    with pytest.raises(ServerError, match=r"not healthy after 3 s.*deadline_s") as caught:
+        launch(mode, deadline_s=3)
+    assert caught.value.fault == "not healthy in time"
+    assert all(map(gone, pids()))
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(launch, tmp_path):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        with pytest.raises(PortTakenError, match="leave port out"):
+            launch(port=holder.getsockname()[1])
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_port_that_is_lost_to_another_is_told_by_the_log(launch, monkeypatch):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(serving, "free_port", lambda: holder.getsockname()[1])
+        with pytest.raises(ServerError, match="Address already in use") as caught:
+            launch()
+    assert caught.value.fault == "port taken"
+
+
+def test_a_port_can_be_had_again_right_after_its_server(launch):
+    first = launch()
+    first.post("/generate", {"input_ids": [1]})
+    first.close()
+    second = launch(port=first.port)
+    assert second.port == first.port and second.alive()
+    assert [path.name for path in sorted(second.log.parent.iterdir())] == ["fake-1.log", "fake-2.log"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"arguments": ("--cuda-graph-backend-decod", "full")}, InputError, "--cuda-graph-backend-decode"),
+        ({"environment": {"SGLANG_FAKER": "1"}}, InputError, "SGLANG_FAKE"),
+        ({"toggles": {"seed_step": "eager"}}, InputError, "no switch"),
+    ],
+)
+def test_what_this_version_does_not_have_is_said_before_anything_starts(
+    launch, tmp_path, options, kind, said
+):
+    with pytest.raises(kind, match=said):
+        launch(**options)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_wrong_model_folder_is_said_before_anything_starts(tmp_path, fake_python):
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        serving.launch(ServerArm("a", str(tmp_path), python=fake_python), log_folder=tmp_path / "logs")
+    with pytest.raises(NotInstalledError, match="make test-sglang"):
+        serving.launch(ServerArm("a", "pico-gqa", python=tmp_path / "python"), log_folder=tmp_path / "logs")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_server_that_dies_between_requests_is_told_with_its_log(launch):
+    server = launch()
+    with pytest.raises(ServerError, match=r"POST /generate.*exit status 3") as caught:
+        server.post("/generate", {"text": "die"})
+    assert caught.value.log_lines[-1] == "Traceback: told to die" and caught.value.fault == "died"
+    assert not server.alive()
+    with pytest.raises(ServerError, match="exit status 3"):
+        server.get("/metrics")
+
+
+def test_no_answer_in_time_and_a_refusal_are_errors_of_a_server_that_lives(launch):
+    server = launch()
+    with pytest.raises(ServerError, match="ReadTimeout") as late:
+        server.post("/generate", {"text": "hang"}, timeout=0.5)
+    with pytest.raises(ServerError, match="status 404") as refused:
+        server.get("/no/such/path")
+    assert (late.value.fault, refused.value.fault) == ("no answer", "refused")
+    assert server.alive()
+
+
+def test_ctrl_c_while_a_server_starts_leaves_nothing(launch, pids, monkeypatch):
+    def interrupted(server, deadline_s):
+        wait_for(lambda: listens(server.port))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving.RunningServer, "wait_until_healthy", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        launch()
+    assert all(map(gone, pids()))
+    assert caught.tb  # a notebook keeps the last traceback, and with it all that its frames hold
+
+
+@pytest.mark.parametrize("ending", ["exit", "kill", "fork"])
+def test_nothing_is_left_when_the_interpreter_exits_or_is_killed(root, tmp_path, fake_python, pids, ending):
+    command = [sys.executable, "-c", OWNER, str(fake_python), str(tmp_path), ending]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as owner:
+        pid, port, fork = map(int, owner.stdout.readline().split())
+        family = pids()
+        assert family[0] == pid
+        if ending != "exit":
+            assert not any(map(gone, family))
+            owner.send_signal(signal.SIGKILL)
+        assert owner.wait(200) == (0 if ending == "exit" else -signal.SIGKILL)
+        if ending == "exit":  # it waits for the end itself
+            assert all(map(gone, family))
+    wait_for(lambda: all(map(gone, family)))
+    assert not listens(port)
+    if fork:
+        os.kill(fork, signal.SIGKILL)
+
+
+def test_a_guardian_that_is_killed_takes_the_server_along(launch, pids):
+    server = launch()
+    _, deaf, plain = pids()
+    server._process._guardian.kill()
+    wait_for(lambda: gone(server.pid))
+    assert not server.alive()
+    server.close()
+    wait_for(lambda: gone(plain))
+    os.kill(deaf, signal.SIGKILL)  # it left the group, and nobody is left who knows of it
+
+
+def test_a_fork_of_the_owner_that_exits_ends_nothing(launch):
+    """It has the finalizers of its parent, and runs them at its exit."""
+    server = launch()
+    child = os.fork()
+    if not child:
+        try:
+            server.close()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert server.alive() and server.get("/health").is_success
+
+
+def test_an_ended_server_tells_how_it_ended(launch):
+    server = launch()
+    assert server._process.exit_code() is None
+    server.close()
+    assert server._process.exit_code() == -signal.SIGTERM
+
+
+def test_a_dropped_server_is_ended(launch, pids, tmp_path, make_arm):
+    server = serving.launch(make_arm(), log_folder=tmp_path)
+    family = pids()
+    del server
+    wait_for(lambda: all(map(gone, family)))
+
+
+def test_logs_are_kept_apart_and_messages_stay_short(launch, tmp_path):
+    server = launch()
+    with server.log.open("a") as log:
+        log.write("x" * 5000 + "\n\n\n")
+    assert server.log_tail(1) == ["x" * 5000]
+    with pytest.raises(ServerError) as caught:
+        server.get("/none")
+    assert max(map(len, caught.value.log_lines)) == serving.WIDEST
+    assert Path(tmp_path / "logs" / "fake-1.log") == server.log
