@@ -26,7 +26,7 @@ _SHOWN = (
 
 
 def serve_compare(options: Namespace) -> Outcome:
-    """Runs one variant of a recipe; status 1 if a server failed, or two arms gave different tokens."""
+    """Runs one variant of a recipe; status 1 if a server or a request failed, or two arms gave different tokens."""
     recipe = find_recipe(options.recipe)
     scale = options.variant or ("gpu" if settings.device().type == "cuda" else "cpu")
     variant = recipe.variant(scale)
@@ -60,7 +60,11 @@ def serve_compare(options: Namespace) -> Outcome:
         )
         value["run"] = whole.rows()
         text += f"\nAll instances of run {options.run_name}:\n{whole.as_frame().to_string(index=False)}"
-    return Outcome(text, {**value, **found.as_dict()}, HOLDS if equal and not found.failed else FAILS)
+    return Outcome(
+        text,
+        {**value, **found.as_dict()},
+        HOLDS if equal and not found.failed and not found.incomplete else FAILS,
+    )
 
 
 def _facts(recipe: Recipe, variant: Variant, scale: str) -> dict[str, str]:

@@ -198,8 +198,10 @@ def _check_parity(state: _Run, arm: ServerArm, server: Endpoint) -> None:
     asked = [body["input_ids"] for body in bodies]
     state.replies[arm.name] = parity.ask(server, asked, PARITY_TOKENS, logprobs=True)
     base = state.arms[0].name
-    if arm.name != base and base in state.replies:
-        state.parity[arm.name] = parity.compare(state.replies[arm.name], state.replies[base])
+    if base not in state.replies:
+        return  # by the order of the turns it comes later, and is compared with then
+    others = state.replies.keys() - state.parity.keys() - {base}
+    state.parity |= {name: parity.compare(state.replies[name], state.replies[base]) for name in others}
 
 
 def _shares(server: Endpoint, earlier: Scrape) -> tuple[dict[str, float | None], Scrape]:

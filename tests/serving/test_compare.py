@@ -25,7 +25,9 @@ METRICS = 'sglang:cuda_graph_passes_total{{mode="decode_none",tp_rank="0"}} {cou
 def compare(fake_python, tmp_path):
     """Compares stand-ins; ``serve`` says how an arm answers, ``started`` lists the turns."""
 
-    def run(names=("off", "on"), *, serve=None, started=None, arms=None, resolved=None, **settings):
+    def run(
+        names=("off", "on"), *, serve=None, started=None, arms=None, resolved=None, model_of=None, **settings
+    ):
         @contextmanager
         def start(arm, *, log_folder, deadline_s):
             started.append(arm.name)
@@ -35,7 +37,7 @@ def compare(fake_python, tmp_path):
                 info = {"version": "0.5.23", "dtype": "float32", **(resolved or {}).get(arm.name, {})}
                 server.answers = {
                     "/server_info": {**info, "internal_states": [{}]}, "/flush_cache": "ok",
-                    "/metrics": lambda _: METRICS.format(count=next(counts)), "/generate": generate(),
+                    "/metrics": lambda _: METRICS.format(count=next(counts)), "/generate": generate((model_of or {}).get(arm.name, 0)),
                 }  # fmt: skip
                 server.url, server.started_s = url, 1.5
                 yield server
@@ -180,3 +182,44 @@ def test_published_figures_stand_beside_ours(tmp_path):
     assert (
         other["user_tok_s_p50"] == pytest.approx(10) and other["errors"] == 0 and other["in_flight"] is None
     )
+
+
+@pytest.mark.parametrize("order", ["BAABBA", "BA"])
+def test_parity_does_not_depend_on_who_takes_the_first_turn(compare, order):
+    found = compare(order=order, instances=len(order) // 2, model_of={"on": 1})
+    assert found.order == order and list(found.parity) == ["on"]
+    assert not found.parity["on"].tokens.ok
+
+
+def with_failures(tmp_path, failed, **facts):
+    """Three instances, the second arm twice as fast; of each of its points some requests are as ``facts`` say."""
+    turns = []
+    for turn in synthetic(tmp_path, [(0.2, 0.1)] * 3).turns:
+        told = json.loads((tmp_path / "point.json").read_text())
+        for request in told["requests"]:
+            seconds = 0.2 if turn.arm == "A" else 0.1
+            request |= {"ttft": seconds, "latency": 3 * seconds, "gaps": [seconds] * 2}
+            request |= facts if turn.arm == "B" and request["index"] < failed else {}
+        (tmp_path / "point.json").write_text(json.dumps(told))
+        turns.append(Turn(turn.arm, turn.instance, (read_point(tmp_path / "point.json", POINT),)))
+        for request in told["requests"]:
+            request |= {"success": True, "error": "", "new_tokens": 3}
+        (tmp_path / "point.json").write_text(json.dumps(told))
+    return ServerComparison(("A", "B"), (POINT,), tuple(turns))
+
+
+@pytest.mark.parametrize("facts", [{"success": False, "error": "refused"}, {"new_tokens": 1, "gaps": []}])
+def test_an_arm_of_which_requests_failed_or_ended_early_is_not_called_faster(tmp_path, facts):
+    assert with_failures(tmp_path, 0).result("two lanes", "e2e_ms")["B"].verdict == "faster"
+    found = with_failures(tmp_path, 1, **facts)
+    assert found.result("two lanes", "e2e_ms")["B"].verdict == "undecided"
+    assert found.incomplete == {"two lanes": {"B": "3 of 4 requests completed"}}
+    assert "B at two lanes: 3 of 4 requests completed" in str(found)
+    assert {row["errors"] for row in found.rows() if row["arm"] == "B"} == {3}
+
+
+def test_a_comparison_of_which_no_server_started_says_so():
+    turns = tuple(Turn(arm, 0, error=f"{arm} died") for arm in "AB")
+    found = ServerComparison(("A", "B"), (POINT,), turns)
+    assert {row["ms"] for row in found.rows()} == {None} and "A failed: A died" in str(found)
+    json.dumps(found.as_dict())
