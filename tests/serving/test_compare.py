@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -193,19 +194,14 @@ def test_parity_does_not_depend_on_who_takes_the_first_turn(compare, order):
 
 def with_failures(tmp_path, failed, **facts):
     """Three instances, the second arm twice as fast; of each of its points some requests are as ``facts`` say."""
-    turns = []
-    for turn in synthetic(tmp_path, [(0.2, 0.1)] * 3).turns:
-        told = json.loads((tmp_path / "point.json").read_text())
-        for request in told["requests"]:
-            seconds = 0.2 if turn.arm == "A" else 0.1
-            request |= {"ttft": seconds, "latency": 3 * seconds, "gaps": [seconds] * 2}
-            request |= facts if turn.arm == "B" and request["index"] < failed else {}
-        (tmp_path / "point.json").write_text(json.dumps(told))
-        turns.append(Turn(turn.arm, turn.instance, (read_point(tmp_path / "point.json", POINT),)))
-        for request in told["requests"]:
-            request |= {"success": True, "error": "", "new_tokens": 3}
-        (tmp_path / "point.json").write_text(json.dumps(told))
-    return ServerComparison(("A", "B"), (POINT,), tuple(turns))
+    whole = synthetic(tmp_path, [(0.2, 0.1)] * 3)  # whose last point is the file's
+    told = json.loads((tmp_path / "point.json").read_text())
+    told["requests"] = [each | (facts if each["index"] < failed else {}) for each in told["requests"]]
+    (tmp_path / "point.json").write_text(json.dumps(told))
+    odd = read_point(tmp_path / "point.json", POINT)
+    return replace(
+        whole, turns=tuple(replace(turn, points=(odd,)) if turn.arm == "B" else turn for turn in whole.turns)
+    )
 
 
 @pytest.mark.parametrize("facts", [{"success": False, "error": "refused"}, {"new_tokens": 1, "gaps": []}])
