@@ -125,7 +125,7 @@ def command(
             part for flag, value in _CPU if flag not in taken for part in (flag, value) if part is not None
         ]
     argv += [*toggled.arguments, *arm.arguments]
-    environment = _inherited(os.environ if inherited is None else inherited)
+    environment = plain_environment(os.environ if inherited is None else inherited)
     if Path(model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"  # a folder has all that is needed
     environment |= {**toggled.environment, **arm.environment}
@@ -184,7 +184,12 @@ def _check(arguments: Sequence[str], installed: Installed) -> Iterator[str]:
         yield flag
 
 
-def _inherited(variables: Mapping[str, str]) -> dict[str, str]:
+def plain_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a process of SGLang, a server or who drives one, from those of this process.
+
+    Args:
+        variables: to start from; see :func:`command` for what is taken out.
+    """
     left_out = ("SGLANG_", "CGLAB_", "PYTHON", "TRITON_INTERPRET")
     # The path stays: SGLang itself may be found through it.
     kept = {

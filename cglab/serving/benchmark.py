@@ -8,6 +8,7 @@ the lab's own engine, so that one definition of TTFT, TPOT, E2E and rates stands
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from cglab.engine.load import LoadResult
 from cglab.engine.timing import RequestTiming
 from cglab.errors import InputError, ResultsError, ServerError
 from cglab.measure.latency import Latency, latency
+from cglab.serving.arm import plain_environment
 from cglab.serving.endpoint import Endpoint
 from cglab.serving.workload import Workload, write_data_file
 
@@ -105,6 +107,7 @@ def run_benchmark(
         process = subprocess.Popen(
             [str(server.installed.python), str(SCRIPT), str(plan.resolve())],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
+            env=plain_environment(os.environ),
         )  # fmt: skip
         try:
             ends = time.monotonic() + deadline

@@ -8,6 +8,7 @@ within the range is no difference.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from statistics import mean
 from typing import Any, Final
 
 from cglab.errors import InputError, ServerError
-from cglab.serving.arm import ServerArm
+from cglab.serving.arm import ServerArm, plain_environment
 from cglab.serving.compare import Launch
 from cglab.serving.endpoint import Endpoint
 from cglab.serving.installed import ask, find_python
@@ -95,7 +96,8 @@ def evaluate(
         arm: the arm.
         task: one of :data:`TASKS`.
         questions: from the head of the file.
-        shots: solved examples before each question: the first of the file, in both orders.
+        shots: solved examples before each question: the first of the file, in both orders. SGLang's harness asks these
+            too, with their answers before it, so a score is a little too high for all arms alike.
         data: JSON lines with ``question`` and ``answer``. Nothing is downloaded.
         folder: for logs and ordered data.
         instances: servers, at least 2.
@@ -160,7 +162,7 @@ def _run(
     try:
         answer = subprocess.run(
             [*words, *map(str, asked)], cwd=folder, capture_output=True, text=True, timeout=deadline, check=False,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL, env=plain_environment(os.environ),
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ServerError(
