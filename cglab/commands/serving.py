@@ -17,7 +17,7 @@ from cglab.measure.records import append, load
 from cglab.serving.compare import BENCH, compare_servers
 from cglab.serving.comparison import ServerComparison
 from cglab.serving.recipes import Recipe, Variant, find_recipe
-from cglab.serving.recorded import RecordedServers
+from cglab.serving.recorded import RecordedServers, require_one_comparison
 
 _SHOWN = (
     "point", "measure", "arm", "ms", "change_percent", "verdict", "published_ms", "published_percent",
@@ -32,11 +32,16 @@ def serve_compare(options: Namespace) -> Outcome:
     variant = recipe.variant(scale)
     if options.model is not None:
         variant = replace(variant, model=options.model)
+    published = variant.published_figures(load_published())
     folder = output_folder(options.out)
     kept: list[Record] = []
     place = (settings.read_settings().data / "results" if options.save else folder) / f"{BENCH}.jsonl"
 
+    earlier = load(place).records if options.run_name is not None and place.exists() else ()
+    joined = [each for each in earlier if each.run == options.run_name]
+
     def keep(record: Record) -> None:
+        require_one_comparison([*joined, record])
         kept.append(record)
         append(place, [record])  # at once: whatever ends it early leaves what it has measured
 
@@ -48,7 +53,7 @@ def serve_compare(options: Namespace) -> Outcome:
             run=options.run_name, facts=_facts(recipe, variant, scale),
         )  # fmt: skip
     note(f"{len(kept)} records added to {place}; logs are in {folder}")
-    found = replace(found, published=variant.published_figures(load_published()))
+    found = replace(found, published=published)
     equal = all(each.tokens.ok for each in found.parity.values())
     value: dict[str, Any] = {
         "recipe": recipe.name, "variant": scale, "cannot": list(recipe.cannot), "tables": list(recipe.tables),

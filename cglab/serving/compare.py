@@ -227,8 +227,9 @@ def _record(
         run=state.run,
         software=state.software,
         workload={
-            **point.workload.as_dict(), "instance": turn.instance, "toggles": dict(arm.toggles),
-            "arguments": words, "environment": dict(arm.environment), "payload": point.payload,
+            **point.workload.as_dict(), "base": state.arms[0].name, "instance": turn.instance,
+            "toggles": dict(arm.toggles), "arguments": words, "environment": dict(arm.environment),
+            "payload": point.payload,
         },
         samples=point.samples(),
         metrics={

@@ -200,7 +200,7 @@ class ServerComparison:
 
     def __str__(self) -> str:
         lines = [f"order {self.order}; {len(self.workloads)} points"]
-        lines += [f"{arm} failed: {error.splitlines()[0]}" for arm, error in self.failed.items()]
+        lines += ["\n  ".join(f"{arm} failed: {error}".splitlines()) for arm, error in self.failed.items()]
         lines += [
             f"{arm} at {point}: {told} in an instance, so nothing is concluded there"
             for point, by_arm in self.incomplete.items()

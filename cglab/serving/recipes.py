@@ -151,14 +151,18 @@ class Variant:
             tables: from :func:`cglab.measure.published.load_published`.
 
         Raises:
-            InputError: if a point names a row that is not there, or more than one.
+            InputError: if a point names a table or a row that is not there, or more than one.
         """
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for each, workload in zip(self.points, self.workloads(), strict=True):
             for measure, told in each.published.items():
+                if told["table"] not in tables:
+                    raise InputError(
+                        f"there is no published table {told['table']!r}; `cglab published` lists them"
+                    )
                 rows = [
                     row for row in tables[told["table"]]["rows"]
-                    if all(row[column] == value for column, value in told["where"].items())
+                    if all(row.get(column) == value for column, value in told["where"].items())
                 ]  # fmt: skip
                 if len(rows) != 1:
                     raise InputError(f"{told['where']} names {len(rows)} rows of {told['table']}; name one")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cglab.errors import InputError
 from cglab.measure.ab import judge
 from cglab.measure.record import Record
 from cglab.measure.records import load
@@ -73,14 +74,49 @@ def newest(records: Iterable[Record]) -> RecordedServers:
     return RecordedServers(tuple(kept.values()))
 
 
+def require_one_comparison(records: Sequence[Record]) -> None:
+    """Nothing, if records that share a run's name are of one comparison.
+
+    Raises:
+        InputError: if models, machines, versions, or what was sent at a point differ; the difference is told.
+    """
+    seen: dict[tuple[str, str], Any] = {}
+    for each in records:
+        told = {
+            "model": each.model, "weights": each.weights, "dtype": each.dtype, "recipe": each.notes,
+            "device": each.device.name, "SGLang": each.versions.get("sglang"), "base": each.workload.get("base"),
+            f"requests at {each.workload['name']}": each.workload.get("payload"),
+            f"toggles of {each.arm}": each.workload.get("toggles"),
+            f"arguments of {each.arm}": each.workload.get("arguments"),
+            f"environment of {each.arm}": each.workload.get("environment"),
+        }  # fmt: skip
+        for name, value in told.items():
+            first = value if value is None else seen.setdefault((each.run, name), value)
+            if first != value:
+                raise InputError(
+                    f"run {each.run} is of two comparisons: {name} was {first!r} and {value!r}; "
+                    "give each a run of its own"
+                )
+
+
 def _points(run: Iterable[Record]) -> Mapping[str, Mapping[str, list[Record]]]:
+    """Records by point, then by arm, the base first whoever had the first turn."""
     found: dict[str, dict[str, list[Record]]] = {}
-    for record in run:
+    for record in sorted(run, key=lambda each: each.arm != each.workload.get("base", each.arm)):
         found.setdefault(record.workload["name"], {}).setdefault(record.arm, []).append(record)
     return found
 
 
+def _failed(arms: Mapping[str, list[Record]]) -> dict[str, str]:
+    """Arms of which requests failed, which have no verdict."""
+    counts = {
+        arm: sum(int(each.metrics.get("errors") or 0) for each in records) for arm, records in arms.items()
+    }
+    return {arm: f"{count} requests failed" for arm, count in counts.items() if count}
+
+
 def _rows(run: tuple[Record, ...]) -> list[dict[str, Any]]:
+    require_one_comparison(run)
     rows = []
     for name, arms in _points(run).items():
         instances = min(len(records) for records in arms.values())
@@ -98,7 +134,7 @@ def _rows(run: tuple[Record, ...]) -> list[dict[str, Any]]:
                     "verdict": arm.verdict, "instances": instances,
                     "error_rate_percent": 100 * false_positive_rate(instances),
                 }
-                for arm in judge(samples, {})
+                for arm in judge(samples, _failed(arms))
             ]  # fmt: skip
     return rows
 

@@ -70,3 +70,25 @@ def test_bad_input_is_one_message(ask, monkeypatch, tmp_path):
     monkeypatch.setenv("CGLAB_SGLANG_PYTHON", str(tmp_path / "none"))
     status, _, err = ask("serve-compare", "s1", "--out", tmp_path)
     assert status == 2 and "make test-sglang" in err and err.count("Traceback") == 0
+
+
+def test_a_run_takes_no_records_of_another_comparison(ask, monkeypatch, compared, tmp_path):
+    def compare(arms, workloads, *, keep, run, facts, **_):
+        keep(turn(run, "first", 0, 10.0, notes=facts["notes"]))
+        return synthetic(tmp_path, [(0.2, 0.1)])
+
+    monkeypatch.setattr(serving, "compare_servers", compare)
+    words = ("--run", "mine", "--out", tmp_path / "out")
+    assert ask("serve-compare", "s1", *words)[0] == 0
+    before = (tmp_path / "out" / "servers.jsonl").read_text()
+    status, _, err = ask("serve-compare", "s2", *words)
+    assert status == 2 and "run mine is of two comparisons: recipe was" in err
+    assert (tmp_path / "out" / "servers.jsonl").read_text() == before
+
+
+def test_a_published_table_that_is_not_there_is_told_before_anything_starts(
+    ask, monkeypatch, compared, tmp_path
+):
+    monkeypatch.setattr(serving, "load_published", dict)
+    status, _, err = ask("serve-compare", "s3", "--variant", "published", "--out", tmp_path)
+    assert status == 2 and "there is no published table" in err and not compared

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cglab.errors import InputError
 from cglab.measure.machine import Device
 from cglab.measure.record import make_record
 from cglab.measure.records import append
@@ -11,12 +12,12 @@ from cglab.measure.statistics import false_positive_rate
 from cglab.serving.recorded import newest, recorded_servers
 
 
-def turn(run, arm, instance, ms, name="a point", **fields):
+def turn(run, arm, instance, ms, name="a point", asked=(), errors=0, **fields):
     samples = {measure: [ms, ms * 1.01] for measure in ("ttft_ms", "tpot_ms", "e2e_ms")}
     return make_record(
-        bench="servers", arm=arm, device="cpu", run=run, model="pico-gqa", weights="trained",
-        workload={"name": name, "instance": instance}, metrics={}, samples=samples, software={"sglang": "0.5.23"},
-        **fields,
+        bench="servers", arm=arm, device="cpu", run=run, weights="trained",
+        workload={"name": name, "instance": instance, **dict(asked)}, metrics={"errors": errors}, samples=samples,
+        software={"sglang": "0.5.23"}, **{"model": "pico-gqa", **fields},
     )  # fmt: skip
 
 
@@ -53,3 +54,38 @@ def test_a_folder_without_any_says_how_to_record_one(tmp_path):
     assert "cglab serve-compare RECIPE --save" in str(recorded_servers(tmp_path))
     append(tmp_path / "servers.jsonl", run_of("1", 10, 10))
     assert recorded_servers(tmp_path) and recorded_servers(tmp_path).rows()[1]["verdict"] == "no difference"
+
+
+def test_the_base_is_the_base_whoever_had_the_first_turn():
+    turns = [
+        turn("1", arm, instance, {"off": 10.0, "on": 5.0}[arm], asked={"base": "off"})
+        for arm, instance in (("on", 0), ("off", 0), ("off", 1), ("on", 1), ("on", 2), ("off", 2))
+    ]
+    rows = newest(turns).rows()
+    assert [(row["arm"], row["verdict"]) for row in rows[:2]] == [("off", None), ("on", "faster")]
+
+
+def test_an_arm_of_which_requests_failed_has_no_verdict():
+    failing = [
+        turn("1", arm, instance, ms, errors=arm == "on")
+        for instance in range(3)
+        for arm, ms in (("off", 10.0), ("on", 5.0))
+    ]
+    assert newest(failing).rows()[1]["verdict"] == "undecided"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "other"},
+        {"notes": "recipe s2"},
+        {"asked": {"payload": "b"}},
+        {"asked": {"toggles": {"decode": "full"}}},
+    ],
+)
+def test_two_comparisons_under_one_name_are_not_pooled(other):
+    asked = {"payload": "a", "toggles": {}, **other.pop("asked", {})}
+    first = turn("1", "off", 0, 10.0, notes="recipe s1", asked={"payload": "a", "toggles": {}})
+    found = turn("1", "off", 0, 10.0, **{"notes": "recipe s1", "asked": asked, **other})
+    with pytest.raises(InputError, match="run 1 is of two comparisons"):
+        newest([first, found]).rows()
