@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -31,7 +32,7 @@ def serve_compare(options: Namespace) -> Outcome:
     scale = options.variant or ("gpu" if settings.device().type == "cuda" else "cpu")
     variant = recipe.variant(scale)
     if options.model is not None:
-        variant = replace(variant, model=options.model)
+        variant = variant.of(options.model)
     published = variant.published_figures(load_published())
     folder = output_folder(options.out)
     kept: list[Record] = []
@@ -74,8 +75,10 @@ def serve_compare(options: Namespace) -> Outcome:
 
 def _facts(recipe: Recipe, variant: Variant, scale: str) -> dict[str, str]:
     notes = f"recipe {recipe.name}, {scale}. {variant.note}".strip()
-    weights = "random" if variant.random else "trained"
-    return {"model": variant.model, "weights": weights, "dtype": variant.dtype, "notes": notes}
+    weights = "random" if variant.random or "dummy" in variant.arguments else "trained"
+    # Folders of this machine are nobody else's business.
+    model = Path(variant.model).name if Path(variant.model).is_absolute() else variant.model
+    return {"model": model, "weights": weights, "dtype": variant.dtype, "notes": notes}
 
 
 def _table(found: ServerComparison) -> str:

@@ -93,6 +93,13 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(launch, tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_what_is_no_port_is_refused_before_anything_starts(launch, port, tmp_path):
+    with pytest.raises(PortTakenError, match="leave port out"):
+        launch(port=port, deadline_s=5)
+    assert not (tmp_path / "logs").exists()
+
+
 def test_a_port_that_is_lost_to_another_is_told_by_the_log(launch, monkeypatch):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
