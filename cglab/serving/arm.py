@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,6 +159,24 @@ def model_path(model: str) -> str:
     raise ModelError(
         f"no model {model!r}: it is no shipped model ({', '.join(shipped)}), no folder and no hub id (owner/name)"
     )
+
+
+def vocabulary_of(model: str) -> int | None:
+    """Tokens of a shape's or folder's vocabulary; None for a hub id, as nothing is fetched for this.
+
+    Raises:
+        ModelError: there is no such model, or its ``config.json`` names no vocabulary.
+    """
+    if model in PRESETS:
+        return PRESETS[model].vocab_size
+    file = Path(model_path(model)) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} names no vocab_size ({error!r}); correct it") from error
 
 
 def _check(arguments: Sequence[str], installed: Installed) -> Iterator[str]:

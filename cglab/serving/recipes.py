@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cglab.errors import InputError, ModelError
+from cglab.errors import InputError
 from cglab.models.presets import PRESETS
-from cglab.serving.arm import ServerArm, model_path
+from cglab.serving.arm import ServerArm, vocabulary_of
 from cglab.serving.random_weights import RANDOM_WEIGHTS, write_folder
 from cglab.serving.workload import LANE_OFFSET, Workload, point
 from cglab.settings import read_settings
@@ -119,21 +119,10 @@ class Variant:
             model: as :attr:`model`.
 
         Raises:
-            ModelError: there is no such model, or its ``config.json`` names no vocabulary.
+            ModelError: as :func:`cglab.serving.arm.vocabulary_of`.
         """
-        if model in PRESETS:
-            return replace(self, model=model, vocabulary=min(self.vocabulary, PRESETS[model].vocab_size))
-        folder = Path(model_path(model))
-        if not folder.is_dir():
-            return replace(self, model=model)
-        try:
-            config = json.loads((folder / "config.json").read_text("utf-8"))
-            size = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(
-                f"{folder / 'config.json'} names no vocab_size ({error!r}); correct it"
-            ) from error
-        return replace(self, model=model, vocabulary=min(self.vocabulary, size))
+        known = vocabulary_of(model)
+        return replace(self, model=model, vocabulary=min(self.vocabulary, known or self.vocabulary))
 
     def server_arms(self, folder: str | Path, python: Path | None = None) -> tuple[ServerArm, ...]:
         """The arms, ready to launch; folders of random weights are written first.

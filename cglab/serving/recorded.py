@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedServers:
-    """Recorded turns: of each device, model and set of arms the newest run.
+    """Recorded turns: of each device, SGLang, model and set of arms and points the newest run.
 
     Attributes:
         runs: records of each run, in the order in which they were made.
@@ -58,7 +58,7 @@ def recorded_servers(folder: str | Path | None = None) -> RecordedServers:
 
 
 def newest(records: Iterable[Record]) -> RecordedServers:
-    """The newest run of each device, model and set of arms.
+    """The newest run of each device, SGLang, model and set of arms and points.
 
     Args:
         records: of any bench, by time.
@@ -67,11 +67,13 @@ def newest(records: Iterable[Record]) -> RecordedServers:
     for record in records:
         if record.bench == BENCH:
             by_run[record.run].append(record)
-    kept = {
-        (run[0].device.name, run[0].model, tuple(sorted({each.arm for each in run}))): tuple(run)
-        for run in by_run.values()
-    }
-    return RecordedServers(tuple(kept.values()))
+    return RecordedServers(tuple({_kind(run): tuple(run) for run in by_run.values()}.values()))
+
+
+def _kind(run: Sequence[Record]) -> tuple[object, ...]:
+    first, arms = run[0], frozenset(each.arm for each in run)
+    points = frozenset(each.workload["name"] for each in run)
+    return first.device.name, first.versions.get("sglang"), first.model, arms, points
 
 
 def require_one_comparison(records: Sequence[Record]) -> None:

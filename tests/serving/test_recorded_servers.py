@@ -43,6 +43,9 @@ def test_the_newest_run_of_a_kind_is_judged_by_s3s_rule():
 def test_other_devices_models_and_arms_stand_beside_it_and_other_benches_do_not():
     mine = run_of("1", 10, 10)
     gpu = [replace(each, run="2", device=Device("NVIDIA H200", "cuda")) for each in mine]
+    older = [replace(each, run="4", versions={"sglang": "0.5.16"}) for each in mine]
+    points = run_of("5", 10, 10, name="another point")  # of another recipe, whose arms have the same names
+    assert len(newest([*mine, *older, *points]).runs) == 3
     found = newest([*mine, *gpu, replace(mine[0], bench="decode", run="3")])
     assert [run[0].device.kind for run in found.runs] == ["cpu", "cuda"]
     cpu, cuda = str(found).splitlines()
