@@ -15,6 +15,7 @@ from cglab.models.presets import PRESETS
 from cglab.models.sources import HUB_NAME, shipped_models
 from cglab.serving.installed import Installed
 from cglab.serving.toggles import settings
+from cglab.settings import user_path
 
 DEVICES: Final = ("cuda", "cpu")
 LOOPBACK: Final = "127.0.0.1"
@@ -63,6 +64,15 @@ class ServerArm:
             )
         if self.device == "cpu" and self.toggles.get("decode", "eager") != "eager":
             raise ToggleError("a server on a CPU has no CUDA graphs; leave decode out or make it eager")
+        if isinstance(self.arguments, str) or not all(isinstance(word, str) for word in self.arguments):
+            raise InputError(
+                f"arguments={self.arguments!r} of arm {self.name}; give a tuple of words, as in ('--tp-size', '2')"
+            )
+        for variable, value in self.environment.items():
+            if not isinstance(value, str) or "\0" in value or not variable.isidentifier():
+                raise InputError(
+                    f"{variable}={value!r} in the environment of arm {self.name} is no variable with a text; give such"
+                )
         # Frozen all the way down, so that an arm can be compared and kept beside its results.
         object.__setattr__(self, "arguments", tuple(self.arguments))
         object.__setattr__(self, "toggles", MappingProxyType(dict(self.toggles)))
@@ -143,7 +153,7 @@ def model_path(model: str) -> str:
         ModelError: it is neither, or the folder has no ``config.json``.
     """
     shipped = shipped_models()
-    folder = shipped.get(model) or Path(model).expanduser()
+    folder = shipped.get(model) or user_path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(

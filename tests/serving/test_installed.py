@@ -87,7 +87,9 @@ def test_a_link_into_an_environment_is_kept(tmp_path):
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [("exit 3", "has no SGLang; `make test-sglang`"), ("echo ImportError: libcuda >&2; exit 1", "libcuda; run"), ("exit 1", "said: nothing")],
+    [("exit 3", "has no SGLang; `make test-sglang`"), ("echo ImportError: libcuda >&2; exit 1", "libcuda; run"), ("exit 1", "said: nothing"),
+     ("exit 0", "answers as no Python does: ''"), ("echo hello", "answers as no Python does: 'hello"),
+     ("echo '{}'", "answers as no Python does")],
 )  # fmt: skip
 def test_an_sglang_that_is_not_there_or_does_not_import_is_told(tmp_path, body, said):
     python = executable(tmp_path / "python")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from cglab.errors import ClosedError, InputError, ModelError, NotInstalledError, PortTakenError, ServerError
+from cglab.serving import guarded
 from cglab.serving import server as serving
 from cglab.serving.arm import ServerArm
 from tests.serving.processes import gone, wait_for
@@ -82,6 +83,21 @@ def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(launch, pids,
         launch(mode, deadline_s=3)
     assert caught.value.fault == "not healthy in time"
     assert all(map(gone, pids()))
+
+
+def test_ctrl_c_while_it_is_started_waits_until_nothing_is_left(launch, monkeypatch):
+    guardians = []
+
+    def interrupt(guardian):
+        guardians.append(guardian)
+        if len(guardians) == 1:
+            raise KeyboardInterrupt
+        return guardian.stdout
+
+    monkeypatch.setattr(guarded, "_report", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launch()
+    assert guardians[0].returncode is not None
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(launch, tmp_path):
