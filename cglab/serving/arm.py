@@ -31,6 +31,10 @@ _CPU: Final = (
 )  # fmt: skip
 
 
+_GRAPHS: Final = ("decode", "verify", "draft_loop", "prefill", "pp_prefill")
+"""Toggles that choose graphs of a server."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerArm:
     """A server of a comparison; all that it is started with.
@@ -62,8 +66,11 @@ class ServerArm:
             raise InputError(
                 f"device={self.device!r} of arm {self.name}; good values: {', '.join(DEVICES)} or None"
             )
-        if self.device == "cpu" and self.toggles.get("decode", "eager") != "eager":
-            raise ToggleError("a server on a CPU has no CUDA graphs; leave decode out or make it eager")
+        for toggle in _GRAPHS:
+            if self.device == "cpu" and self.toggles.get(toggle, "eager") not in ("eager", "off"):
+                raise ToggleError(
+                    f"a server on a CPU has no CUDA graphs; leave {toggle} out or make it eager"
+                )
         if isinstance(self.arguments, str) or not all(isinstance(word, str) for word in self.arguments):
             raise InputError(
                 f"arguments={self.arguments!r} of arm {self.name}; give a tuple of words, as in ('--tp-size', '2')"

@@ -23,7 +23,7 @@ from cglab.serving.arm import ServerArm, command
 from cglab.serving.benchmark import PointResult, run_benchmark
 from cglab.serving.comparison import ServerComparison, Turn
 from cglab.serving.endpoint import Endpoint
-from cglab.serving.fairness import require_equal_arms, require_equal_servers, seeded
+from cglab.serving.fairness import overruled, require_equal_arms, require_equal_servers, seeded
 from cglab.serving.installed import Installed, ask, find_python
 from cglab.serving.occupancy import TIMER, Watch, watch_occupancy
 from cglab.serving.parity import Replies
@@ -161,7 +161,8 @@ def _turn(state: _Run, arm: ServerArm, instance: int) -> Turn:
     try:
         with state.start(arm, log_folder=str(place), deadline_s=state.deadline) as server:
             before = scrape(server)
-            turn = replace(turn, before=before, started_s=server.started_s)
+            taken_back = overruled(arm, before.arguments, state.installed)
+            turn = replace(turn, before=before, started_s=server.started_s, overruled=taken_back)
             _require_equal(state, arm, before)
             if arm.name not in state.replies:
                 _check_parity(state, arm, server)
@@ -235,6 +236,7 @@ def _record(
         metrics={
             **point.metrics(), **captured, **shares, "started_s": turn.started_s,
             "occupancy_percent": turn.occupancy.get(point.workload.name),
+            **{f"overruled_{flag.strip('-')}": made for flag, made in turn.overruled.items()},
         },
         parity=state.parity[arm.name].as_dict() if arm.name in state.parity else None,
         **state.facts,

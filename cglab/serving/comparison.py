@@ -34,6 +34,7 @@ class Turn:
         started_s: seconds until it was healthy.
         occupancy: forward occupancy by point, percent; None where the forwards are not timed.
         error: what ended it early; empty if nothing did.
+        overruled: flags of toggles that the server took back, with what it made of them.
     """
 
     arm: str
@@ -44,6 +45,7 @@ class Turn:
     started_s: float | None = None
     occupancy: dict[str, float | None] = field(default_factory=dict)
     error: str = ""
+    overruled: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def passes(self) -> dict[str, int] | None:
@@ -97,6 +99,11 @@ class ServerComparison:
     def of(self, arm: str) -> list[Turn]:
         """The whole turns of an arm."""
         return [turn for turn in self.turns if turn.arm == arm and not turn.error]
+
+    @property
+    def overruled(self) -> dict[str, dict[str, str]]:
+        """By arm, flags of its toggles that its servers took back: such an arm is not what its name says."""
+        return {turn.arm: dict(turn.overruled) for turn in self.turns if turn.overruled}
 
     @property
     def incomplete(self) -> dict[str, dict[str, str]]:
@@ -193,14 +200,19 @@ class ServerComparison:
         return {
             "arms": list(self.arms), "order": self.order, "instances": self.instances,
             "false_positive_rate": self.false_positive_rate, "threshold": THRESHOLD, "failed": self.failed,
-            "incomplete": self.incomplete, "rows": self.rows(), "graph_share": self.shares(),
-            "parity": {arm: each.as_dict() for arm, each in self.parity.items()},
+            "incomplete": self.incomplete, "overruled": self.overruled, "rows": self.rows(),
+            "graph_share": self.shares(), "parity": {arm: each.as_dict() for arm, each in self.parity.items()},
             "captures": {arm: self._captures(arm) for arm in self.arms},
         }  # fmt: skip
 
     def __str__(self) -> str:
         lines = [f"order {self.order}; {len(self.workloads)} points"]
         lines += ["\n  ".join(f"{arm} failed: {error}".splitlines()) for arm, error in self.failed.items()]
+        lines += [
+            f"{arm} is not what its toggles say: SGLang made {flag} {made} by itself; its log tells why"
+            for arm, flags in self.overruled.items()
+            for flag, made in flags.items()
+        ]
         lines += [
             f"{arm} at {point}: {told} in an instance, so nothing is concluded there"
             for point, by_arm in self.incomplete.items()

@@ -110,6 +110,8 @@ def test_what_the_version_does_not_have_is_refused_by_name(installed, options, s
         ({"name": ""}, InputError, "names no arm"),
         ({"device": "tpu"}, InputError, "good values: cuda, cpu or None"),
         ({"device": "cpu", "toggles": {"decode": "full"}}, ToggleError, "no CUDA graphs"),
+        ({"device": "cpu", "toggles": {"verify": "full"}}, ToggleError, "leave verify out"),
+        ({"device": "cpu", "toggles": {"prefill": "breakable"}}, ToggleError, "leave prefill out"),
         ({"arguments": "--tp-size 2"}, InputError, "give a tuple of words"),
         ({"arguments": ("--tp-size", 2)}, InputError, "give a tuple of words"),
         ({"environment": {"SIZE": 2}}, InputError, "SIZE=2 in the environment"),

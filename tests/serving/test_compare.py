@@ -219,3 +219,14 @@ def test_a_comparison_of_which_no_server_started_says_so():
     found = ServerComparison(("A", "B"), (POINT,), turns)
     assert {row["ms"] for row in found.rows()} == {None} and "A failed: A died" in str(found)
     json.dumps(found.as_dict())
+
+
+def test_arms_whose_servers_took_a_toggle_back_are_not_what_they_say(compare, fake_python):
+    arms = [ServerArm(name, "pico-gqa", {"decode": "eager"}, (), {}, fake_python, "cpu") for name in "ab"]
+    resolved = {"cuda_graph_config": {"decode": {"backend": "full"}, "prefill": {"backend": "breakable"}}}
+    kept = []
+    found = compare(arms=arms, instances=1, keep=kept.append, resolved={"a": resolved, "b": resolved})
+    assert found.overruled == dict.fromkeys("ab", {"--cuda-graph-backend-decode": "full"})
+    assert "a is not what its toggles say: SGLang made --cuda-graph-backend-decode full" in str(found)
+    assert found.as_dict()["overruled"] == found.overruled
+    assert {record.metrics["overruled_cuda-graph-backend-decode"] for record in kept} == {"full"}
