@@ -61,7 +61,14 @@ class Score:
         return max(self.runs) - min(self.runs)
 
     def differs_from(self, other: Score) -> bool:
-        """Whether the means lie further apart than either arm's own runs do."""
+        """Whether the means lie further apart than either arm's own runs do.
+
+        Raises:
+            InputError: if they are of other tasks or numbers of questions.
+        """
+        ours, theirs = (self.task, self.questions), (other.task, other.questions)
+        if ours != theirs:
+            raise InputError(f"{self.arm} was asked {ours}, {other.arm} {theirs}; ask both the same")
         return abs(self.score - other.score) > max(self.spread, other.spread)
 
     def as_dict(self) -> dict[str, Any]:
@@ -149,6 +156,10 @@ def _orders(data: Path, questions: int, shots: int, folder: Path) -> tuple[Path,
     folder.mkdir(parents=True, exist_ok=True)
     head, rest = lines[:shots], lines[shots:questions]
     forward, backward = folder / "forward.jsonl", folder / "backward.jsonl"
+    if data.resolve() in (forward, backward):
+        raise InputError(
+            f"{data} would be written over by its own head; give another folder, or move the file"
+        )
     forward.write_text("\n".join([*head, *rest, ""]), encoding="utf-8")
     backward.write_text("\n".join([*head, *rest[::-1], ""]), encoding="utf-8")
     return forward, backward
