@@ -199,7 +199,8 @@ class ServerComparison:
         """Plain values, for ``--json``."""
         return {
             "arms": list(self.arms), "order": self.order, "instances": self.instances,
-            "false_positive_rate": self.false_positive_rate, "threshold": THRESHOLD, "failed": self.failed,
+            "false_positive_rate": self.false_positive_rate if self.instances >= FEWEST_INSTANCES else None,
+            "threshold": THRESHOLD, "failed": self.failed,
             "incomplete": self.incomplete, "overruled": self.overruled, "rows": self.rows(),
             "graph_share": self.shares(), "parity": {arm: each.as_dict() for arm, each in self.parity.items()},
             "captures": {arm: self._captures(arm) for arm in self.arms},

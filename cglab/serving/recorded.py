@@ -12,7 +12,7 @@ from cglab.errors import InputError
 from cglab.measure.ab import judge
 from cglab.measure.record import Record
 from cglab.measure.records import load
-from cglab.measure.statistics import false_positive_rate
+from cglab.measure.statistics import FEWEST_INSTANCES, false_positive_rate
 from cglab.measure.tree import tree_hash
 from cglab.serving.compare import BENCH
 from cglab.serving.comparison import MEASURES
@@ -122,6 +122,9 @@ def _rows(run: tuple[Record, ...]) -> list[dict[str, Any]]:
     rows = []
     for name, arms in _points(run).items():
         instances = min(len(records) for records in arms.values())
+        rate = (
+            100 * false_positive_rate(instances) if instances >= FEWEST_INSTANCES else None
+        )  # no verdict errs
         for measure, title in MEASURES.items():
             samples = {
                 arm: [[value / 1e3 for value in record.samples[measure]] for record in records]
@@ -134,7 +137,7 @@ def _rows(run: tuple[Record, ...]) -> list[dict[str, Any]]:
                     "ms": None if arm.median is None else arm.median * 1e3,
                     "change_percent": None if arm.ratio is None else (arm.ratio - 1) * 100,
                     "verdict": arm.verdict, "instances": instances,
-                    "error_rate_percent": 100 * false_positive_rate(instances),
+                    "error_rate_percent": rate,
                 }
                 for arm in judge(samples, _failed(arms))
             ]  # fmt: skip

@@ -40,6 +40,11 @@ def test_the_newest_run_of_a_kind_is_judged_by_s3s_rule():
     assert len(found.as_frame()) == 6
 
 
+def test_fewer_instances_than_a_verdict_takes_have_no_rate_of_error():
+    pair = newest(run_of("1", 10, 5)[:4]).rows()[1]
+    assert (pair["instances"], pair["verdict"], pair["error_rate_percent"]) == (2, "undecided", None)
+
+
 def test_other_devices_models_and_arms_stand_beside_it_and_other_benches_do_not():
     mine = run_of("1", 10, 10)
     gpu = [replace(each, run="2", device=Device("NVIDIA H200", "cuda")) for each in mine]
