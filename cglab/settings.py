@@ -55,6 +55,11 @@ class Settings:
     sglang_python: Path | None = None
 
 
+def user_path(name: str | Path) -> Path:
+    """A path with ``~`` resolved; that of a user who is unknown stays as it is, and is then not found."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path's own fails on such a user
+
+
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """Read every setting, without touching a device.
 
@@ -93,7 +98,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     python = variables.get(SGLANG_PYTHON)
     return Settings(
         requested, model, data, None if ops == "auto" else ops,
-        seed_graph=switch == "0", sglang_python=Path(python).expanduser() if python else None,
+        seed_graph=switch == "0", sglang_python=user_path(python) if python else None,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -17,7 +18,7 @@ from cglab.measure.records import append, load
 from cglab.serving.compare import BENCH, compare_servers
 from cglab.serving.comparison import ServerComparison
 from cglab.serving.recipes import Recipe, Variant, find_recipe
-from cglab.serving.recorded import RecordedServers
+from cglab.serving.recorded import RecordedServers, require_one_comparison
 
 _SHOWN = (
     "point", "measure", "arm", "ms", "change_percent", "verdict", "published_ms", "published_percent",
@@ -26,17 +27,22 @@ _SHOWN = (
 
 
 def serve_compare(options: Namespace) -> Outcome:
-    """Runs one variant of a recipe; status 1 if a server failed, or two arms gave different tokens."""
+    """Runs one variant of a recipe; status 1 if a server or a request failed, or two arms gave different tokens."""
     recipe = find_recipe(options.recipe)
     scale = options.variant or ("gpu" if settings.device().type == "cuda" else "cpu")
     variant = recipe.variant(scale)
     if options.model is not None:
-        variant = replace(variant, model=options.model)
+        variant = variant.of(options.model)
+    published = variant.published_figures(load_published())
     folder = output_folder(options.out)
     kept: list[Record] = []
     place = (settings.read_settings().data / "results" if options.save else folder) / f"{BENCH}.jsonl"
 
+    earlier = load(place).records if options.run_name is not None and place.exists() else ()
+    joined = [each for each in earlier if each.run == options.run_name]
+
     def keep(record: Record) -> None:
+        require_one_comparison([*joined, record])
         kept.append(record)
         append(place, [record])  # at once: whatever ends it early leaves what it has measured
 
@@ -48,7 +54,7 @@ def serve_compare(options: Namespace) -> Outcome:
             run=options.run_name, facts=_facts(recipe, variant, scale),
         )  # fmt: skip
     note(f"{len(kept)} records added to {place}; logs are in {folder}")
-    found = replace(found, published=variant.published_figures(load_published()))
+    found = replace(found, published=published)
     equal = all(each.tokens.ok for each in found.parity.values())
     value: dict[str, Any] = {
         "recipe": recipe.name, "variant": scale, "cannot": list(recipe.cannot), "tables": list(recipe.tables),
@@ -60,13 +66,19 @@ def serve_compare(options: Namespace) -> Outcome:
         )
         value["run"] = whole.rows()
         text += f"\nAll instances of run {options.run_name}:\n{whole.as_frame().to_string(index=False)}"
-    return Outcome(text, {**value, **found.as_dict()}, HOLDS if equal and not found.failed else FAILS)
+    return Outcome(
+        text,
+        {**value, **found.as_dict()},
+        HOLDS if equal and not found.failed and not found.incomplete else FAILS,
+    )
 
 
 def _facts(recipe: Recipe, variant: Variant, scale: str) -> dict[str, str]:
     notes = f"recipe {recipe.name}, {scale}. {variant.note}".strip()
-    weights = "random" if variant.random else "trained"
-    return {"model": variant.model, "weights": weights, "dtype": variant.dtype, "notes": notes}
+    weights = "random" if variant.random or "dummy" in variant.arguments else "trained"
+    # Folders of this machine are nobody else's business.
+    model = Path(variant.model).name if Path(variant.model).is_absolute() else variant.model
+    return {"model": model, "weights": weights, "dtype": variant.dtype, "notes": notes}
 
 
 def _table(found: ServerComparison) -> str:

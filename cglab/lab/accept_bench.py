@@ -140,8 +140,17 @@ def accept(
 
     Yields:
         A record for each draft: metrics in three flavours, the distribution, and passes and tokens of every prompt.
+
+    Raises:
+        InputError: for more prompts than are held out, or fewer than one, or no tokens.
     """
-    run, texts = new_run(), held_out(6 if quick else prompts)
+    known = held_out()
+    if not 1 <= prompts <= len(known) or new_tokens < 1:
+        raise InputError(
+            f"prompts={prompts}, new_tokens={new_tokens}: there are {len(known)} held-out prompts; give 1 to "
+            f"{len(known)} of them, and 1 new token or more"
+        )
+    run, texts = new_run(), known[: 6 if quick else prompts]
     new_tokens = 40 if quick else new_tokens
     plan = plan_draft(draft, None if steps is None else Speculation(steps), find_model("pico-gqa").config)
     if plan is None:

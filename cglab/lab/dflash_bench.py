@@ -63,7 +63,12 @@ def dflash(
 
     Yields:
         A record for each arm of each batch.
+
+    Raises:
+        InputError: for too few new tokens to draft any.
     """
+    if new_tokens < 2:
+        raise InputError(f"requests of {new_tokens} new tokens draft nothing; give new_tokens=2 or more")
     large = device.type == "cuda" and not quick
     run, (target, draft) = new_run(), PAIRS[large]
     for batch in batches:

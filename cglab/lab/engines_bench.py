@@ -7,8 +7,10 @@ needs a server pays it. Whoever wins, the table says it.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -16,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from cglab.errors import ServerError
 from cglab.lab.opening import open_lab
 from cglab.lab.step_metrics import Progress, model_facts, silent
 from cglab.measure.ab import schedule
@@ -62,7 +65,7 @@ def engines(
 
     Raises:
         NotInstalledError: no SGLang here.
-        ServerError: a server failed.
+        ServerError: a server failed; what was measured before it is given first.
     """
     installed = ask(find_python())
     large = device.type == "cuda"
@@ -71,22 +74,29 @@ def engines(
         taken: dict[str, list[list[Taken]]] = {LAB: [], SGLANG: []}
         facts: dict[str, Any] = {}
         workloads: tuple[Workload, ...] = ()
+        failure: ServerError | None = None
         for instance, engine in schedule((LAB, SGLANG), 0, 1 if quick else 3):
             progress(f"{name}: {engine}, instance {instance + 1}")
             if engine == LAB:
                 facts, workloads, results = _lab(name, device, large=large)
                 taken[LAB].append(results)
             else:
-                taken[SGLANG].append(_server(name, workloads, facts["dtype"], large=large))
+                try:
+                    taken[SGLANG].append(_server(name, workloads, facts["dtype"], large=large))
+                except ServerError as error:
+                    failure = error
+                    break
         for place, workload in enumerate(workloads):
-            for engine in taken:
+            for engine in [engine for engine, instances in taken.items() if instances]:
                 each = {arm: [results[place] for results in instances] for arm, instances in taken.items()}
                 yield make_record(
-                    bench="engines", arm=engine, device=device, run=run, metrics=_metrics(each, engine),
+                    bench="engines", arm=engine, device=device, run=run, metrics=_metrics(each, engine, workload),
                     software={"sglang": installed.version},
                     samples={f"{what}_ms": [1e3 * s for _, by in each[engine] for s in by[what]] for what in MEASURES},
                     workload={**workload.as_dict(), "payload": workload.payload, "decode": "full"}, **facts,
                 )  # fmt: skip
+        if failure is not None:
+            raise failure
 
 
 def _workloads(vocabulary: int, *, large: bool) -> tuple[Workload, ...]:
@@ -120,7 +130,7 @@ def _lab(
 
 
 def _server(name: str, workloads: Sequence[Workload], dtype: str, *, large: bool) -> list[Taken]:
-    with tempfile.TemporaryDirectory() as folder:
+    with _kept_on_failure() as folder:
         random = name in PRESETS
         model = str(write_folder(PRESETS[name], Path(folder) / "model", dtype)) if random else name
         words = (*(_GPU if large else ()), *(RANDOM_WEIGHTS if random else ()), "--dtype", dtype)
@@ -137,12 +147,23 @@ def _server(name: str, workloads: Sequence[Workload], dtype: str, *, large: bool
             ]
 
 
-def _metrics(taken: Mapping[str, Sequence[Taken]], engine: str) -> dict[str, Metric]:
-    """Medians over the instances, and for SGLang the ratio to the lab with its verdict."""
+@contextmanager
+def _kept_on_failure() -> Iterator[str]:
+    """A folder that goes if all went well: the error of a server names the log in it."""
+    folder = tempfile.mkdtemp(prefix="cglab-engines-")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _metrics(taken: Mapping[str, Sequence[Taken]], engine: str, workload: Workload) -> dict[str, Metric]:
+    """Medians over the instances, and for SGLang the ratio to the lab with its verdict; none if a request failed."""
     flat = [figures.as_dict() for figures, _ in taken[engine]]
     known = {name: [value for one in flat if (value := one[name]) is not None] for name in flat[0]}
     metrics: dict[str, Metric] = {name: float(median(values)) for name, values in known.items() if values}
-    if engine == SGLANG:
+    whole = all(figures.completed == workload.load.count for each in taken.values() for figures, _ in each)
+    if engine == SGLANG and not whole:
+        metrics |= {f"{what}_verdict": "undecided" for what in MEASURES}
+    elif engine == SGLANG:
         for what in MEASURES:
             found = difference([by[what] for _, by in taken[LAB]], [by[what] for _, by in taken[SGLANG]])
             metrics |= {f"{what}_ratio": found.ratio, f"{what}_verdict": found.verdict}

@@ -26,6 +26,7 @@ from cglab.models.loading import fill_randomly
 from cglab.models.nextn import ARCHITECTURE as NEXTN
 from cglab.models.nextn import NextN, nextn_config, nextn_config_from
 from cglab.models.sources import shipped_drafts
+from cglab.settings import user_path
 
 DraftModel: TypeAlias = Assistant | BlockDraft | NextN
 DraftConfig: TypeAlias = AssistantConfig | BlockDraftConfig | DsaConfig
@@ -117,7 +118,7 @@ def find_draft(name_or_folder: str | Path) -> DraftSource:
     if text in DRAFT_PRESETS:
         return DraftSource(DRAFT_PRESETS[text], None)
     shipped = shipped_drafts()
-    folder = shipped.get(text, Path(name_or_folder).expanduser())
+    folder = shipped.get(text, user_path(name_or_folder))
     if not folder.is_dir():
         raise ModelError(
             f"no draft {text!r}: it is no shipped draft ({', '.join(shipped) or 'none here'}), no shape with random "

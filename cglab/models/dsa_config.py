@@ -15,6 +15,13 @@ from cglab.models.fields import Fields
 ARCHITECTURE: Final = "GlmMoeDsaForCausalLM"
 INDEXER_TYPES: Final = ("full", "shared")
 FEED_FORWARDS: Final = ("dense", "sparse")
+_COMPUTED: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "norm_topk_prob": True, "attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True, "indexer_rope_interleave": True,
+    }
+)  # fmt: skip
+"""What is computed, by the fields that could say otherwise; left out they mean this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +115,7 @@ def read_dsa_config(folder: str | Path, architecture: str) -> DsaConfig:
     fields.require("rope_type", kind, ["default"])
     for name in ("n_group", "topk_group"):
         fields.require(name, fields.integer(name, 1), [1])
-    for name, good in (("norm_topk_prob", True), ("attention_bias", False), ("mlp_bias", False)):
+    for name, good in _COMPUTED.items():
         fields.require(name, fields.content.get(name, good), [good])
     layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     fields.require("num_key_value_heads", fields.integer("num_key_value_heads", heads), [heads])

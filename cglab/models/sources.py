@@ -9,6 +9,7 @@ from pathlib import Path
 from cglab.errors import ModelError
 from cglab.models.dsa_config import DSA_PRESETS
 from cglab.models.presets import PRESETS
+from cglab.settings import user_path
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
@@ -47,7 +48,7 @@ def find_folder(name: str | Path) -> Path:
     shipped = shipped_models()
     if text in shipped:
         return shipped[text]
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if folder.is_dir():
         return folder
     if isinstance(name, str) and HUB_NAME.fullmatch(text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from cglab.models.presets import PRESETS
 from cglab.models.sources import HUB_NAME, shipped_models
 from cglab.serving.installed import Installed
 from cglab.serving.toggles import settings
+from cglab.settings import user_path
 
 DEVICES: Final = ("cuda", "cpu")
 LOOPBACK: Final = "127.0.0.1"
@@ -27,6 +29,10 @@ _CPU: Final = (
     ("--cuda-graph-backend-decode", "disabled"), ("--grammar-backend", "none"), ("--mem-fraction-static", "0.3"),
     ("--max-total-tokens", "8192"), ("--max-running-requests", "8"), ("--disable-overlap-schedule", None),
 )  # fmt: skip
+
+
+_GRAPHS: Final = ("decode", "verify", "draft_loop", "prefill", "pp_prefill")
+"""Toggles that choose graphs of a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,20 @@ class ServerArm:
             raise InputError(
                 f"device={self.device!r} of arm {self.name}; good values: {', '.join(DEVICES)} or None"
             )
-        if self.device == "cpu" and self.toggles.get("decode", "eager") != "eager":
-            raise ToggleError("a server on a CPU has no CUDA graphs; leave decode out or make it eager")
+        for toggle in _GRAPHS:
+            if self.device == "cpu" and self.toggles.get(toggle, "eager") not in ("eager", "off"):
+                raise ToggleError(
+                    f"a server on a CPU has no CUDA graphs; leave {toggle} out or make it eager"
+                )
+        if isinstance(self.arguments, str) or not all(isinstance(word, str) for word in self.arguments):
+            raise InputError(
+                f"arguments={self.arguments!r} of arm {self.name}; give a tuple of words, as in ('--tp-size', '2')"
+            )
+        for variable, value in self.environment.items():
+            if not isinstance(value, str) or "\0" in value or not variable.isidentifier():
+                raise InputError(
+                    f"{variable}={value!r} in the environment of arm {self.name} is no variable with a text; give such"
+                )
         # Frozen all the way down, so that an arm can be compared and kept beside its results.
         object.__setattr__(self, "arguments", tuple(self.arguments))
         object.__setattr__(self, "toggles", MappingProxyType(dict(self.toggles)))
@@ -125,7 +143,7 @@ def command(
             part for flag, value in _CPU if flag not in taken for part in (flag, value) if part is not None
         ]
     argv += [*toggled.arguments, *arm.arguments]
-    environment = _inherited(os.environ if inherited is None else inherited)
+    environment = plain_environment(os.environ if inherited is None else inherited)
     if Path(model).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"  # a folder has all that is needed
     environment |= {**toggled.environment, **arm.environment}
@@ -142,7 +160,7 @@ def model_path(model: str) -> str:
         ModelError: it is neither, or the folder has no ``config.json``.
     """
     shipped = shipped_models()
-    folder = shipped.get(model) or Path(model).expanduser()
+    folder = shipped.get(model) or user_path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(
@@ -158,6 +176,24 @@ def model_path(model: str) -> str:
     raise ModelError(
         f"no model {model!r}: it is no shipped model ({', '.join(shipped)}), no folder and no hub id (owner/name)"
     )
+
+
+def vocabulary_of(model: str) -> int | None:
+    """Tokens of a shape's or folder's vocabulary; None for a hub id, as nothing is fetched for this.
+
+    Raises:
+        ModelError: there is no such model, or its ``config.json`` names no vocabulary.
+    """
+    if model in PRESETS:
+        return PRESETS[model].vocab_size
+    file = Path(model_path(model)) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} names no vocab_size ({error!r}); correct it") from error
 
 
 def _check(arguments: Sequence[str], installed: Installed) -> Iterator[str]:
@@ -184,7 +220,12 @@ def _check(arguments: Sequence[str], installed: Installed) -> Iterator[str]:
         yield flag
 
 
-def _inherited(variables: Mapping[str, str]) -> dict[str, str]:
+def plain_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a process of SGLang, a server or who drives one, from those of this process.
+
+    Args:
+        variables: to start from; see :func:`command` for what is taken out.
+    """
     left_out = ("SGLANG_", "CGLAB_", "PYTHON", "TRITON_INTERPRET")
     # The path stays: SGLang itself may be found through it.
     kept = {

@@ -8,6 +8,7 @@ the lab's own engine, so that one definition of TTFT, TPOT, E2E and rates stands
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from cglab.engine.load import LoadResult
 from cglab.engine.timing import RequestTiming
 from cglab.errors import InputError, ResultsError, ServerError
 from cglab.measure.latency import Latency, latency
+from cglab.serving.arm import plain_environment
 from cglab.serving.endpoint import Endpoint
 from cglab.serving.workload import Workload, write_data_file
 
@@ -105,6 +107,7 @@ def run_benchmark(
         process = subprocess.Popen(
             [str(server.installed.python), str(SCRIPT), str(plan.resolve())],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
+            env=plain_environment(os.environ),
         )  # fmt: skip
         try:
             ends = time.monotonic() + deadline
@@ -130,8 +133,9 @@ def read_point(file: str | Path, workload: Workload, *, devices: int = 1) -> Poi
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
         facts, payload, line = found["requests"], found["payload"], found["benchmark"]
-        timings = tuple(_timing(fact) for fact in facts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        limits = [body["sampling_params"]["max_new_tokens"] for body in workload.bodies()]
+        timings = tuple(_timing(fact, limits[fact["index"]]) for fact in facts)
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ResultsError(f"{file} is no result of the serving benchmark: {error!r}") from error
     if payload != workload.payload:
         raise ResultsError(
@@ -188,12 +192,17 @@ def _tail(log: Path, lines: int = 12) -> list[str]:
     return log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
 
 
-def _timing(fact: Mapping[str, Any]) -> RequestTiming:
-    """A request as the client saw it: token times from its first token and the gaps after it."""
-    done, start = bool(fact["success"]), float(fact["start"])
+def _timing(fact: Mapping[str, Any], limit: int) -> RequestTiming:
+    """A request as the client saw it: token times from its first token and the gaps after it.
+
+    One with fewer tokens than the limit, which alone ends a request, is an error: it took less time for less work.
+    """
+    done, start, error = bool(fact["success"]), float(fact["start"]), str(fact["error"])
+    if done and fact["new_tokens"] != limit:
+        done, error = False, f"ended after {fact['new_tokens']} of {limit} tokens"
     # A first token that the client never saw is None, where it says 0.0.
     times = accumulate([start + fact["ttft"], *fact["gaps"]]) if done and fact["ttft"] > 0 else ()
     return RequestTiming(
-        int(fact["index"]), int(fact["prompt_tokens"]), 0, "length" if done else "error", str(fact["error"]), 0,
+        int(fact["index"]), int(fact["prompt_tokens"]), 0, "length" if done else "error", error, 0,
         start, None, start + fact["latency"] if done else None, tuple(times),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from cglab.serving.arm import ServerArm, command
 from cglab.serving.benchmark import PointResult, run_benchmark
 from cglab.serving.comparison import ServerComparison, Turn
 from cglab.serving.endpoint import Endpoint
-from cglab.serving.fairness import require_equal_arms, require_equal_servers, seeded
+from cglab.serving.fairness import overruled, require_equal_arms, require_equal_servers, seeded
 from cglab.serving.installed import Installed, ask, find_python
 from cglab.serving.occupancy import TIMER, Watch, watch_occupancy
 from cglab.serving.parity import Replies
@@ -161,7 +161,8 @@ def _turn(state: _Run, arm: ServerArm, instance: int) -> Turn:
     try:
         with state.start(arm, log_folder=str(place), deadline_s=state.deadline) as server:
             before = scrape(server)
-            turn = replace(turn, before=before, started_s=server.started_s)
+            taken_back = overruled(arm, before.arguments, state.installed)
+            turn = replace(turn, before=before, started_s=server.started_s, overruled=taken_back)
             _require_equal(state, arm, before)
             if arm.name not in state.replies:
                 _check_parity(state, arm, server)
@@ -198,8 +199,10 @@ def _check_parity(state: _Run, arm: ServerArm, server: Endpoint) -> None:
     asked = [body["input_ids"] for body in bodies]
     state.replies[arm.name] = parity.ask(server, asked, PARITY_TOKENS, logprobs=True)
     base = state.arms[0].name
-    if arm.name != base and base in state.replies:
-        state.parity[arm.name] = parity.compare(state.replies[arm.name], state.replies[base])
+    if base not in state.replies:
+        return  # by the order of the turns it comes later, and is compared with then
+    others = state.replies.keys() - state.parity.keys() - {base}
+    state.parity |= {name: parity.compare(state.replies[name], state.replies[base]) for name in others}
 
 
 def _shares(server: Endpoint, earlier: Scrape) -> tuple[dict[str, float | None], Scrape]:
@@ -225,13 +228,15 @@ def _record(
         run=state.run,
         software=state.software,
         workload={
-            **point.workload.as_dict(), "instance": turn.instance, "toggles": dict(arm.toggles),
-            "arguments": words, "environment": dict(arm.environment), "payload": point.payload,
+            **point.workload.as_dict(), "base": state.arms[0].name, "instance": turn.instance,
+            "toggles": dict(arm.toggles), "arguments": words, "environment": dict(arm.environment),
+            "payload": point.payload,
         },
         samples=point.samples(),
         metrics={
             **point.metrics(), **captured, **shares, "started_s": turn.started_s,
             "occupancy_percent": turn.occupancy.get(point.workload.name),
+            **{f"overruled_{flag.strip('-')}": made for flag, made in turn.overruled.items()},
         },
         parity=state.parity[arm.name].as_dict() if arm.name in state.parity else None,
         **state.facts,

@@ -34,6 +34,7 @@ class Turn:
         started_s: seconds until it was healthy.
         occupancy: forward occupancy by point, percent; None where the forwards are not timed.
         error: what ended it early; empty if nothing did.
+        overruled: flags of toggles that the server took back, with what it made of them.
     """
 
     arm: str
@@ -44,6 +45,7 @@ class Turn:
     started_s: float | None = None
     occupancy: dict[str, float | None] = field(default_factory=dict)
     error: str = ""
+    overruled: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def passes(self) -> dict[str, int] | None:
@@ -98,8 +100,26 @@ class ServerComparison:
         """The whole turns of an arm."""
         return [turn for turn in self.turns if turn.arm == arm and not turn.error]
 
+    @property
+    def overruled(self) -> dict[str, dict[str, str]]:
+        """By arm, flags of its toggles that its servers took back: such an arm is not what its name says."""
+        return {turn.arm: dict(turn.overruled) for turn in self.turns if turn.overruled}
+
+    @property
+    def incomplete(self) -> dict[str, dict[str, str]]:
+        """By point, then by arm: requests that did not come to their end, where there are any.
+
+        What the others took is no measure of the arm, which did less than it was asked: such a point has no verdict.
+        """
+        found: dict[str, dict[str, str]] = {}
+        for arm, point in ((turn.arm, point) for turn in self.turns for point in turn.points):
+            if point.latency.completed < point.workload.load.count:
+                told = f"{point.latency.completed} of {point.workload.load.count} requests completed"
+                found.setdefault(point.workload.name, {}).setdefault(arm, told)
+        return found
+
     def result(self, workload: str, measure: str) -> ABResult:
-        """One measure at one point, by S3's rule.
+        """One measure at one point, by S3's rule; undecided where a request of the point failed.
 
         Args:
             workload: name of a point.
@@ -118,20 +138,21 @@ class ServerComparison:
             ]
             for arm in self.arms
         }
-        require_equal_payloads(
-            {
-                f"{arm}-{number}": each.payload
-                for arm, all_of in found.items()
-                for number, each in enumerate(all_of, 1)
-            }
-        )
+        payloads = {
+            f"{arm}-{number}": each.payload
+            for arm, all_of in found.items()
+            for number, each in enumerate(all_of, 1)
+        }
+        if payloads:  # none, where no server came so far
+            require_equal_payloads(payloads)
         samples = {
             arm: [[value / 1e3 for value in each.samples()[measure]] for each in results]
             for arm, results in found.items()
         }
         order = tuple((turn.instance, turn.arm) for turn in self.turns)
         rate = self.false_positive_rate
-        return ABResult(judge(samples, self.failed), order, THRESHOLD, self.instances, rate)
+        errors = {**self.incomplete.get(workload, {}), **self.failed}
+        return ABResult(judge(samples, errors), order, THRESHOLD, self.instances, rate)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a point, measure and arm; the source's own figures beside the ratio.
@@ -178,15 +199,26 @@ class ServerComparison:
         """Plain values, for ``--json``."""
         return {
             "arms": list(self.arms), "order": self.order, "instances": self.instances,
-            "false_positive_rate": self.false_positive_rate, "threshold": THRESHOLD, "failed": self.failed,
-            "rows": self.rows(), "graph_share": self.shares(),
-            "parity": {arm: each.as_dict() for arm, each in self.parity.items()},
+            "false_positive_rate": self.false_positive_rate if self.instances >= FEWEST_INSTANCES else None,
+            "threshold": THRESHOLD, "failed": self.failed,
+            "incomplete": self.incomplete, "overruled": self.overruled, "rows": self.rows(),
+            "graph_share": self.shares(), "parity": {arm: each.as_dict() for arm, each in self.parity.items()},
             "captures": {arm: self._captures(arm) for arm in self.arms},
         }  # fmt: skip
 
     def __str__(self) -> str:
         lines = [f"order {self.order}; {len(self.workloads)} points"]
-        lines += [f"{arm} failed: {error.splitlines()[0]}" for arm, error in self.failed.items()]
+        lines += ["\n  ".join(f"{arm} failed: {error}".splitlines()) for arm, error in self.failed.items()]
+        lines += [
+            f"{arm} is not what its toggles say: SGLang made {flag} {made} by itself; its log tells why"
+            for arm, flags in self.overruled.items()
+            for flag, made in flags.items()
+        ]
+        lines += [
+            f"{arm} at {point}: {told} in an instance, so nothing is concluded there"
+            for point, by_arm in self.incomplete.items()
+            for arm, told in by_arm.items()
+        ]
         lines += [f"parity of {arm} with {self.arms[0]}: {each}" for arm, each in self.parity.items()]
         for arm, by_phase in self.shares().items():
             told = ", ".join(f"{phase} {share:.0%}" for phase, share in by_phase.items() if share is not None)

@@ -8,6 +8,7 @@ within the range is no difference.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from statistics import mean
 from typing import Any, Final
 
 from cglab.errors import InputError, ServerError
-from cglab.serving.arm import ServerArm
+from cglab.serving.arm import ServerArm, plain_environment
 from cglab.serving.compare import Launch
 from cglab.serving.endpoint import Endpoint
 from cglab.serving.installed import ask, find_python
@@ -60,7 +61,14 @@ class Score:
         return max(self.runs) - min(self.runs)
 
     def differs_from(self, other: Score) -> bool:
-        """Whether the means lie further apart than either arm's own runs do."""
+        """Whether the means lie further apart than either arm's own runs do.
+
+        Raises:
+            InputError: if they are of other tasks or numbers of questions.
+        """
+        ours, theirs = (self.task, self.questions), (other.task, other.questions)
+        if ours != theirs:
+            raise InputError(f"{self.arm} was asked {ours}, {other.arm} {theirs}; ask both the same")
         return abs(self.score - other.score) > max(self.spread, other.spread)
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,7 +103,8 @@ def evaluate(
         arm: the arm.
         task: one of :data:`TASKS`.
         questions: from the head of the file.
-        shots: solved examples before each question: the first of the file, in both orders.
+        shots: solved examples before each question: the first of the file, in both orders. SGLang's harness asks these
+            too, with their answers before it, so a score is a little too high for all arms alike.
         data: JSON lines with ``question`` and ``answer``. Nothing is downloaded.
         folder: for logs and ordered data.
         instances: servers, at least 2.
@@ -147,6 +156,10 @@ def _orders(data: Path, questions: int, shots: int, folder: Path) -> tuple[Path,
     folder.mkdir(parents=True, exist_ok=True)
     head, rest = lines[:shots], lines[shots:questions]
     forward, backward = folder / "forward.jsonl", folder / "backward.jsonl"
+    if data.resolve() in (forward, backward):
+        raise InputError(
+            f"{data} would be written over by its own head; give another folder, or move the file"
+        )
     forward.write_text("\n".join([*head, *rest, ""]), encoding="utf-8")
     backward.write_text("\n".join([*head, *rest[::-1], ""]), encoding="utf-8")
     return forward, backward
@@ -160,7 +173,7 @@ def _run(
     try:
         answer = subprocess.run(
             [*words, *map(str, asked)], cwd=folder, capture_output=True, text=True, timeout=deadline, check=False,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL, env=plain_environment(os.environ),
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ServerError(

@@ -89,6 +89,27 @@ def require_equal_servers(
     _refuse(base[0].name, other[0].name, differences, "the same --max-total-tokens and --mem-fraction-static")
 
 
+def overruled(arm: ServerArm, resolved: Mapping[str, Any], installed: Installed) -> dict[str, str]:
+    """Graph flags of an arm's toggles that its server took back, with what it made of them.
+
+    SGLang does so by model, device and other arguments, and warns in its log alone; the arm is then not what it says.
+
+    Args:
+        arm: what was asked for.
+        resolved: its server's resolved arguments.
+        installed: the version, which says what a toggle sets.
+    """
+    asked = flags(settings(arm.toggles, installed).arguments)
+    found: dict[str, str] = {}
+    for phase in ("decode", "prefill"):
+        flag, config = f"--cuda-graph-backend-{phase}", resolved.get("cuda_graph_config")
+        told = config.get(phase) if isinstance(config, Mapping) else None
+        made = told.get("backend") if isinstance(told, Mapping) else None
+        if flag in asked and made is not None and asked[flag] != (made,):
+            found[flag] = str(made)
+    return found
+
+
 def _described(arm: ServerArm) -> dict[str, Any]:
     return {
         "model": arm.model, "device": arm.device, "python": str(arm.python),

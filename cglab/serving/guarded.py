@@ -54,7 +54,11 @@ class GuardedProcess:
         )  # fmt: skip
         self._guardian = guardian
         self._exit_codes: list[int] = []  # at most one; what ends the process writes it too
-        self.pid = int(_report(guardian).readline() or 0)
+        try:
+            self.pid = int(_report(guardian).readline() or 0)
+        except BaseException:  # Ctrl-C: the guardian would end it all too, but nobody would wait for that
+            _end(guardian, 0, grace + PATIENCE, [0], os.getpid())
+            raise
         self._ended = weakref.finalize(
             self, _end, guardian, self.pid, grace + PATIENCE, self._exit_codes, os.getpid()
         )

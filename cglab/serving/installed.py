@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cglab.errors import InputError, NotInstalledError
-from cglab.settings import SGLANG_PYTHON, read_settings
+from cglab.settings import SGLANG_PYTHON, read_settings, user_path
 
 DESCRIBE: Final = Path(__file__).parent / "scripts" / "describe.py"
 NO_SGLANG: Final = 3  # exit status of it
@@ -102,7 +102,7 @@ def find_python(explicit: str | Path | None = None) -> Path:
     """
     named = explicit or read_settings().sglang_python
     if named is not None:
-        python = Path(named).expanduser()
+        python = user_path(named)
         if not (python.is_file() and os.access(python, os.X_OK)):
             raise NotInstalledError(f"{python} is no Python that can be run; {HOW_TO_GET_IT}")
         return (
@@ -137,7 +137,12 @@ def ask(python: Path) -> Installed:
             f"the SGLang of {python} does not import; it said: {said}; run {python} -m sglang.launch_server --help "
             "and mend that environment"
         )
-    return _installed(python, json.loads(run.stdout.strip().splitlines()[-1]))
+    try:
+        return _installed(python, json.loads(run.stdout.strip().splitlines()[-1]))
+    except (ValueError, LookupError, TypeError) as error:
+        raise NotInstalledError(
+            f"{python} answers as no Python does: {run.stdout[-200:]!r}; {HOW_TO_GET_IT}"
+        ) from error
 
 
 def _installed(python: Path, answer: Mapping[str, Any]) -> Installed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite, nan
 from typing import Any
 
 from cglab.errors import InputError
@@ -44,7 +45,7 @@ class ServerParity:
         outputs: requests.
         logprobs_compared: prompt tokens whose logprobs were compared; 0 where they were not asked for.
         logprobs_equal: of them, equal bit by bit.
-        largest_difference: between two logprobs of one token; None where none were compared.
+        largest_difference: between two finite logprobs of one token; None where there are none.
         first_difference: request and position of the first logprob that differs; None if none does.
     """
 
@@ -73,7 +74,9 @@ class ServerParity:
             text += f"; {self.logprobs_equal} of {self.logprobs_compared} input logprobs bitwise equal"
         if self.first_difference is not None:
             request, position = self.first_difference
-            text += f", first at request {request}, token {position}; largest difference {self.largest_difference:.3g}"
+            text += f", first at request {request}, token {position}"
+        if self.first_difference is not None and self.largest_difference is not None:
+            text += f"; largest difference {self.largest_difference:.3g}"
         return text
 
 
@@ -132,7 +135,7 @@ def compare(one: Replies, other: Replies) -> ServerParity:
         len(one.tokens),
         len(pairs),
         len(pairs) - len(apart),
-        max((abs(ours - theirs) for *_, ours, theirs in pairs), default=None),
+        max((far for *_, ours, theirs in pairs if isfinite(far := abs(ours - theirs))), default=None),
         apart[0][:2] if apart else None,
     )
 
@@ -160,4 +163,5 @@ def _logprobs(server: Endpoint, reply: dict[str, Any], length: int) -> tuple[flo
     if not isinstance(found, list) or len(found) != length:
         fact = f"/generate told {len(found or [])} input logprobs of a prompt of {length} tokens"
         raise odd(server, f"{fact}: this version or its speculative mode does not return them")
-    return tuple(float(each[0]) for each in found[1:])  # nothing comes before the first token
+    # Nothing comes before the first token. A NaN, as of a corrupt replay, is null in JSON.
+    return tuple(nan if each[0] is None else float(each[0]) for each in found[1:])

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from cglab.errors import InputError
 from cglab.models.presets import PRESETS
-from cglab.serving.arm import ServerArm
+from cglab.serving.arm import ServerArm, vocabulary_of
 from cglab.serving.random_weights import RANDOM_WEIGHTS, write_folder
 from cglab.serving.workload import LANE_OFFSET, Workload, point
 from cglab.settings import read_settings
@@ -110,6 +110,20 @@ class Variant:
         """Whether its weights are random."""
         return self.model in PRESETS
 
+    def of(self, model: str) -> Variant:
+        """The same with another model; where that is at hand, ids are drawn below the smaller vocabulary of both.
+
+        An id that a model does not have ends the server that gets it. The config of a hub id is not fetched for this.
+
+        Args:
+            model: as :attr:`model`.
+
+        Raises:
+            ModelError: as :func:`cglab.serving.arm.vocabulary_of`.
+        """
+        known = vocabulary_of(model)
+        return replace(self, model=model, vocabulary=min(self.vocabulary, known or self.vocabulary))
+
     def server_arms(self, folder: str | Path, python: Path | None = None) -> tuple[ServerArm, ...]:
         """The arms, ready to launch; folders of random weights are written first.
 
@@ -151,14 +165,18 @@ class Variant:
             tables: from :func:`cglab.measure.published.load_published`.
 
         Raises:
-            InputError: if a point names a row that is not there, or more than one.
+            InputError: if a point names a table or a row that is not there, or more than one.
         """
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for each, workload in zip(self.points, self.workloads(), strict=True):
             for measure, told in each.published.items():
+                if told["table"] not in tables:
+                    raise InputError(
+                        f"there is no published table {told['table']!r}; `cglab published` lists them"
+                    )
                 rows = [
                     row for row in tables[told["table"]]["rows"]
-                    if all(row[column] == value for column, value in told["where"].items())
+                    if all(row.get(column) == value for column, value in told["where"].items())
                 ]  # fmt: skip
                 if len(rows) != 1:
                     raise InputError(f"{told['where']} names {len(rows)} rows of {told['table']}; name one")

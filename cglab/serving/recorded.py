@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cglab.errors import InputError
 from cglab.measure.ab import judge
 from cglab.measure.record import Record
 from cglab.measure.records import load
-from cglab.measure.statistics import false_positive_rate
+from cglab.measure.statistics import FEWEST_INSTANCES, false_positive_rate
 from cglab.measure.tree import tree_hash
 from cglab.serving.compare import BENCH
 from cglab.serving.comparison import MEASURES
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedServers:
-    """Recorded turns: of each device, model and set of arms the newest run.
+    """Recorded turns: of each device, SGLang, model and set of arms and points the newest run.
 
     Attributes:
         runs: records of each run, in the order in which they were made.
@@ -57,7 +58,7 @@ def recorded_servers(folder: str | Path | None = None) -> RecordedServers:
 
 
 def newest(records: Iterable[Record]) -> RecordedServers:
-    """The newest run of each device, model and set of arms.
+    """The newest run of each device, SGLang, model and set of arms and points.
 
     Args:
         records: of any bench, by time.
@@ -66,24 +67,64 @@ def newest(records: Iterable[Record]) -> RecordedServers:
     for record in records:
         if record.bench == BENCH:
             by_run[record.run].append(record)
-    kept = {
-        (run[0].device.name, run[0].model, tuple(sorted({each.arm for each in run}))): tuple(run)
-        for run in by_run.values()
-    }
-    return RecordedServers(tuple(kept.values()))
+    return RecordedServers(tuple({_kind(run): tuple(run) for run in by_run.values()}.values()))
+
+
+def _kind(run: Sequence[Record]) -> tuple[object, ...]:
+    first, arms = run[0], frozenset(each.arm for each in run)
+    points = frozenset(each.workload["name"] for each in run)
+    return first.device.name, first.versions.get("sglang"), first.model, arms, points
+
+
+def require_one_comparison(records: Sequence[Record]) -> None:
+    """Nothing, if records that share a run's name are of one comparison.
+
+    Raises:
+        InputError: if models, machines, versions, or what was sent at a point differ; the difference is told.
+    """
+    seen: dict[tuple[str, str], Any] = {}
+    for each in records:
+        told = {
+            "model": each.model, "weights": each.weights, "dtype": each.dtype, "recipe": each.notes,
+            "device": each.device.name, "SGLang": each.versions.get("sglang"), "base": each.workload.get("base"),
+            f"requests at {each.workload['name']}": each.workload.get("payload"),
+            f"toggles of {each.arm}": each.workload.get("toggles"),
+            f"arguments of {each.arm}": each.workload.get("arguments"),
+            f"environment of {each.arm}": each.workload.get("environment"),
+        }  # fmt: skip
+        for name, value in told.items():
+            first = value if value is None else seen.setdefault((each.run, name), value)
+            if first != value:
+                raise InputError(
+                    f"run {each.run} is of two comparisons: {name} was {first!r} and {value!r}; "
+                    "give each a run of its own"
+                )
 
 
 def _points(run: Iterable[Record]) -> Mapping[str, Mapping[str, list[Record]]]:
+    """Records by point, then by arm, the base first whoever had the first turn."""
     found: dict[str, dict[str, list[Record]]] = {}
-    for record in run:
+    for record in sorted(run, key=lambda each: each.arm != each.workload.get("base", each.arm)):
         found.setdefault(record.workload["name"], {}).setdefault(record.arm, []).append(record)
     return found
 
 
+def _failed(arms: Mapping[str, list[Record]]) -> dict[str, str]:
+    """Arms of which requests failed, which have no verdict."""
+    counts = {
+        arm: sum(int(each.metrics.get("errors") or 0) for each in records) for arm, records in arms.items()
+    }
+    return {arm: f"{count} requests failed" for arm, count in counts.items() if count}
+
+
 def _rows(run: tuple[Record, ...]) -> list[dict[str, Any]]:
+    require_one_comparison(run)
     rows = []
     for name, arms in _points(run).items():
         instances = min(len(records) for records in arms.values())
+        rate = (
+            100 * false_positive_rate(instances) if instances >= FEWEST_INSTANCES else None
+        )  # no verdict errs
         for measure, title in MEASURES.items():
             samples = {
                 arm: [[value / 1e3 for value in record.samples[measure]] for record in records]
@@ -96,9 +137,9 @@ def _rows(run: tuple[Record, ...]) -> list[dict[str, Any]]:
                     "ms": None if arm.median is None else arm.median * 1e3,
                     "change_percent": None if arm.ratio is None else (arm.ratio - 1) * 100,
                     "verdict": arm.verdict, "instances": instances,
-                    "error_rate_percent": 100 * false_positive_rate(instances),
+                    "error_rate_percent": rate,
                 }
-                for arm in judge(samples, {})
+                for arm in judge(samples, _failed(arms))
             ]  # fmt: skip
     return rows
 

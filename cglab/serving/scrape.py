@@ -12,11 +12,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cglab.serving.endpoint import Endpoint, read_json
+from cglab.serving.endpoint import Endpoint, odd, read_json
 
 Sample = tuple[Mapping[str, str], float]
 """Labels and value."""
@@ -146,11 +147,14 @@ def scrape(server: Endpoint) -> Scrape:
     """Asks a server for all of it.
 
     Raises:
-        ServerError: if it does not answer.
+        ServerError: if it does not answer, or with something else.
     """
     info = read_json(server, "/server_info", server.get("/server_info"))
     state = (info.get("internal_states") or [{}])[0]
-    gauges = _gauges(server.get("/metrics").text)
+    try:
+        gauges = _gauges(server.get("/metrics").text)
+    except ValueError as error:
+        raise odd(server, f"/metrics is no page of metrics: {error}") from error
     log = server.log.read_text(encoding="utf-8", errors="replace") if server.log.exists() else ""
     return gather(info, state, gauges, log)
 
@@ -179,7 +183,7 @@ def gather(
     without = "the server's metrics lack it; is it started with --enable-metrics?"
     passes = _passes(gauges) if gauges else None
     speculative = info.get("speculative_algorithm")
-    accepted = state.get("avg_spec_accept_length") or _gauge(gauges, "sglang:spec_accept_length")
+    accepted = state.get("avg_spec_accept_length") or _typical(gauges, "sglang:spec_accept_length")
     return Scrape(
         version=str(info.get("version", "unknown")),
         arguments={name: value for name, value in info.items() if name != "internal_states"},
@@ -195,7 +199,7 @@ def gather(
         ),
         occupancy=told(
             "occupancy",
-            _gauge(gauges, "sglang:fwd_occupancy"),
+            _typical(gauges, "sglang:fwd_occupancy"),
             "idle, or the device is not timed; scrape under load with SGLANG_ENABLE_METRICS_DEVICE_TIMER=1"
             if gauges
             else without,
@@ -222,6 +226,12 @@ def _gauge(gauges: Gauges, name: str) -> float | None:
     return sum(values) if values else None
 
 
+def _typical(gauges: Gauges, name: str) -> float | None:
+    """The mean over pipeline stages and replicas of what is a share or a ratio, which no sum is; None as above."""
+    values = [value for _, value in gauges.get(name, []) if not math.isnan(value)]
+    return fmean(values) if values else None
+
+
 def _passes(gauges: Gauges) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for labels, value in gauges.get(_PASSES, []):
@@ -245,14 +255,15 @@ def _captures(log: str, gauges: Gauges) -> tuple[GraphCapture, ...]:
             facts["backend"] = backend[1]
         if match["edge"] == "end":
             facts["ended"] = True
-            for name, gauge, pattern in (
-                ("seconds", "sglang:startup_cuda_graph_time_seconds", _SECONDS),
-                ("memory_gb", "sglang:graph_memory_usage_gb", _MEMORY),
+            for name, gauge, pattern, over_stages in (
+                # Stages capture side by side, each into memory of its own.
+                ("seconds", "sglang:startup_cuda_graph_time_seconds", _SECONDS, max),
+                ("memory_gb", "sglang:graph_memory_usage_gb", _MEMORY, sum),
             ):
                 finer = [value for labels, value in gauges.get(gauge, []) if labels.get("phase") == phase]
                 coarse = pattern.search(text)
                 # A gauge that nobody set says 0.0.
-                facts[name] = sum(finer) or (None if coarse is None else float(coarse[1]))
+                facts[name] = over_stages(finer or [0.0]) or (None if coarse is None else float(coarse[1]))
     return tuple(
         GraphCapture(phase, **{name: value for name, value in facts.items() if name != "ended"})
         for phase, facts in found.items()

@@ -212,8 +212,11 @@ def check_port(port: int) -> int:
     """``port`` if a server can listen there.
 
     Raises:
-        PortTakenError: something listens there already, or the system keeps it to itself.
+        PortTakenError: something listens there already, the system keeps it to itself, or it is no port: 0 would be
+            any, and nobody would know which.
     """
+    if port < 1:
+        raise PortTakenError(f"port {port} is none; leave port out and a free one is taken")
     with socket.socket() as probe:
         # As the server will: what an earlier one left half closed is not in its way.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -70,3 +70,41 @@ def test_bad_input_is_one_message(ask, monkeypatch, tmp_path):
     monkeypatch.setenv("CGLAB_SGLANG_PYTHON", str(tmp_path / "none"))
     status, _, err = ask("serve-compare", "s1", "--out", tmp_path)
     assert status == 2 and "make test-sglang" in err and err.count("Traceback") == 0
+
+
+def test_a_run_takes_no_records_of_another_comparison(ask, monkeypatch, compared, tmp_path):
+    def compare(arms, workloads, *, keep, run, facts, **_):
+        keep(turn(run, "first", 0, 10.0, notes=facts["notes"]))
+        return synthetic(tmp_path, [(0.2, 0.1)])
+
+    monkeypatch.setattr(serving, "compare_servers", compare)
+    words = ("--run", "mine", "--out", tmp_path / "out")
+    assert ask("serve-compare", "s1", *words)[0] == 0
+    before = (tmp_path / "out" / "servers.jsonl").read_text()
+    status, _, err = ask("serve-compare", "s2", *words)
+    assert status == 2 and "run mine is of two comparisons: recipe was" in err
+    assert (tmp_path / "out" / "servers.jsonl").read_text() == before
+
+
+def test_a_published_table_that_is_not_there_is_told_before_anything_starts(
+    ask, monkeypatch, compared, tmp_path
+):
+    monkeypatch.setattr(serving, "load_published", dict)
+    status, _, err = ask("serve-compare", "s3", "--variant", "published", "--out", tmp_path)
+    assert status == 2 and "there is no published table" in err and not compared
+
+
+def test_ids_are_drawn_below_the_vocabulary_of_the_model_that_is_named(ask, compared, tmp_path):
+    """An id that it does not have ends a server."""
+    for size, config in ((300, {"vocab_size": 300}), (70, {"text_config": {"vocab_size": 70}})):
+        folder = tmp_path / f"small-{size}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        ask("serve-compare", "s1", "--model", folder, "--out", tmp_path)
+        assert {each.vocabulary for each in compared["workloads"]} == {size}
+        assert compared["facts"]["model"] == folder.name  # and no path of this machine
+    ask("serve-compare", "s1", "--variant", "gpu", "--model", "llama-3.1-8b", "--out", tmp_path)
+    assert {each.vocabulary for each in compared["workloads"]} == {128256}
+    (folder / "config.json").write_text("{}")
+    status, _, err = ask("serve-compare", "s1", "--model", folder, "--out", tmp_path)
+    assert status == 2 and "names no vocab_size" in err

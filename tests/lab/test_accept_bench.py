@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cglab
-from cglab.errors import ModelError
+from cglab.errors import InputError, ModelError
 from cglab.lab.accept_bench import (
     LOOK_UP,
     Counted,
@@ -83,3 +83,9 @@ def test_the_bench_counts_a_block_as_long_as_it_is():
 def test_a_model_without_held_out_prompts_says_so(tmp_path):
     with pytest.raises(ModelError, match="no held-out prompts"):
         held_out(1, str(tmp_path))
+
+
+@pytest.mark.parametrize("asked", [{"prompts": 0}, {"prompts": -70}, {"prompts": 10_000}, {"new_tokens": 0}])
+def test_numbers_that_nothing_is_counted_with_are_refused(asked):
+    with pytest.raises(InputError, match="there are 72 held-out prompts; give 1 to 72"):
+        next(accept(CPU, quick=True, **asked))

@@ -71,3 +71,9 @@ def test_an_unknown_arm_and_a_lab_without_a_block_draft_are_refused():
             choose(lab, "eager")
         with pytest.raises(errors.InputError, match="open the lab with a block draft"):
             choose(lab, "graph")
+
+
+@pytest.mark.parametrize("new_tokens", [0, 1])
+def test_requests_that_draft_nothing_are_refused_before_a_model_is_opened(new_tokens):
+    with pytest.raises(errors.InputError, match="new_tokens=2 or more"):
+        next(dflash(torch.device("cpu"), quick=True, new_tokens=new_tokens))

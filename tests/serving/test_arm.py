@@ -110,6 +110,13 @@ def test_what_the_version_does_not_have_is_refused_by_name(installed, options, s
         ({"name": ""}, InputError, "names no arm"),
         ({"device": "tpu"}, InputError, "good values: cuda, cpu or None"),
         ({"device": "cpu", "toggles": {"decode": "full"}}, ToggleError, "no CUDA graphs"),
+        ({"device": "cpu", "toggles": {"verify": "full"}}, ToggleError, "leave verify out"),
+        ({"device": "cpu", "toggles": {"prefill": "breakable"}}, ToggleError, "leave prefill out"),
+        ({"arguments": "--tp-size 2"}, InputError, "give a tuple of words"),
+        ({"arguments": ("--tp-size", 2)}, InputError, "give a tuple of words"),
+        ({"environment": {"SIZE": 2}}, InputError, "SIZE=2 in the environment"),
+        ({"environment": {"SIZE": "2\0"}}, InputError, "is no variable with a text"),
+        ({"environment": {"A=B": "2"}}, InputError, "is no variable with a text"),
     ],
 )
 def test_an_arm_that_makes_no_sense_is_not_made(options, kind, said):

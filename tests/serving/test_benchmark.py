@@ -139,3 +139,12 @@ def test_points_are_told_apart_by_name_and_a_broken_result_is_none(drive, tmp_pa
     broken.write_text('{"requests": []}')
     with pytest.raises(ResultsError, match="no result of the serving benchmark"):
         read_point(broken, point(1, 1, 1, vocabulary=2))
+
+
+def test_a_proxy_of_the_machine_is_not_for_loopback(drive, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    (result,), _ = drive([small()])
+    assert result.latency.errors == 0 and result.latency.completed == 6

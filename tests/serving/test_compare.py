@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ METRICS = 'sglang:cuda_graph_passes_total{{mode="decode_none",tp_rank="0"}} {cou
 def compare(fake_python, tmp_path):
     """Compares stand-ins; ``serve`` says how an arm answers, ``started`` lists the turns."""
 
-    def run(names=("off", "on"), *, serve=None, started=None, arms=None, resolved=None, **settings):
+    def run(
+        names=("off", "on"), *, serve=None, started=None, arms=None, resolved=None, model_of=None, **settings
+    ):
         @contextmanager
         def start(arm, *, log_folder, deadline_s):
             started.append(arm.name)
@@ -35,7 +38,7 @@ def compare(fake_python, tmp_path):
                 info = {"version": "0.5.23", "dtype": "float32", **(resolved or {}).get(arm.name, {})}
                 server.answers = {
                     "/server_info": {**info, "internal_states": [{}]}, "/flush_cache": "ok",
-                    "/metrics": lambda _: METRICS.format(count=next(counts)), "/generate": generate(),
+                    "/metrics": lambda _: METRICS.format(count=next(counts)), "/generate": generate((model_of or {}).get(arm.name, 0)),
                 }  # fmt: skip
                 server.url, server.started_s = url, 1.5
                 yield server
@@ -73,7 +76,8 @@ def test_the_rate_of_the_rule_is_printed(compare):
     text = str(compare())
     assert f"errs in {false_positive_rate(3):.1%} of equal pairs" in text
     assert false_positive_rate(3) == pytest.approx(0.09, abs=0.01)
-    assert "no verdict, which takes 3" in str(compare(instances=1))
+    single = compare(instances=1)
+    assert "no verdict, which takes 3" in str(single) and single.as_dict()["false_positive_rate"] is None
 
 
 def test_a_slower_arm_is_found(compare):
@@ -180,3 +184,50 @@ def test_published_figures_stand_beside_ours(tmp_path):
     assert (
         other["user_tok_s_p50"] == pytest.approx(10) and other["errors"] == 0 and other["in_flight"] is None
     )
+
+
+@pytest.mark.parametrize("order", ["BAABBA", "BA"])
+def test_parity_does_not_depend_on_who_takes_the_first_turn(compare, order):
+    found = compare(order=order, instances=len(order) // 2, model_of={"on": 1})
+    assert found.order == order and list(found.parity) == ["on"]
+    assert not found.parity["on"].tokens.ok
+
+
+def with_failures(tmp_path, failed, **facts):
+    """Three instances, the second arm twice as fast; of each of its points some requests are as ``facts`` say."""
+    whole = synthetic(tmp_path, [(0.2, 0.1)] * 3)  # whose last point is the file's
+    told = json.loads((tmp_path / "point.json").read_text())
+    told["requests"] = [each | (facts if each["index"] < failed else {}) for each in told["requests"]]
+    (tmp_path / "point.json").write_text(json.dumps(told))
+    odd = read_point(tmp_path / "point.json", POINT)
+    return replace(
+        whole, turns=tuple(replace(turn, points=(odd,)) if turn.arm == "B" else turn for turn in whole.turns)
+    )
+
+
+@pytest.mark.parametrize("facts", [{"success": False, "error": "refused"}, {"new_tokens": 1, "gaps": []}])
+def test_an_arm_of_which_requests_failed_or_ended_early_is_not_called_faster(tmp_path, facts):
+    assert with_failures(tmp_path, 0).result("two lanes", "e2e_ms")["B"].verdict == "faster"
+    found = with_failures(tmp_path, 1, **facts)
+    assert found.result("two lanes", "e2e_ms")["B"].verdict == "undecided"
+    assert found.incomplete == {"two lanes": {"B": "3 of 4 requests completed"}}
+    assert "B at two lanes: 3 of 4 requests completed" in str(found)
+    assert {row["errors"] for row in found.rows() if row["arm"] == "B"} == {3}
+
+
+def test_a_comparison_of_which_no_server_started_says_so():
+    turns = tuple(Turn(arm, 0, error=f"{arm} died") for arm in "AB")
+    found = ServerComparison(("A", "B"), (POINT,), turns)
+    assert {row["ms"] for row in found.rows()} == {None} and "A failed: A died" in str(found)
+    json.dumps(found.as_dict())
+
+
+def test_arms_whose_servers_took_a_toggle_back_are_not_what_they_say(compare, fake_python):
+    arms = [ServerArm(name, "pico-gqa", {"decode": "eager"}, (), {}, fake_python, "cpu") for name in "ab"]
+    resolved = {"cuda_graph_config": {"decode": {"backend": "full"}, "prefill": {"backend": "breakable"}}}
+    kept = []
+    found = compare(arms=arms, instances=1, keep=kept.append, resolved={"a": resolved, "b": resolved})
+    assert found.overruled == dict.fromkeys("ab", {"--cuda-graph-backend-decode": "full"})
+    assert "a is not what its toggles say: SGLang made --cuda-graph-backend-decode full" in str(found)
+    assert found.as_dict()["overruled"] == found.overruled
+    assert {record.metrics["overruled_cuda-graph-backend-decode"] for record in kept} == {"full"}

@@ -87,3 +87,18 @@ def test_what_cannot_be_scored_is_refused(score, questions, monkeypatch, fake_py
 def test_a_harness_that_fails_says_its_last_lines(score, questions):
     with pytest.raises(ServerError, match=r"ended with status 1(.|\n)*does not like this"):
         score(questions([2, 4, 6, "boom"]), 4, 0)
+
+
+def test_scores_of_other_questions_are_not_compared():
+    one = Score("one", "gsm8k", 100, (0.94, 0.95), 0.0, None)
+    with pytest.raises(InputError, match="ask both the same"):
+        one.differs_from(replace(one, arm="other", questions=50))
+
+
+def test_questions_are_not_written_over(score, questions, tmp_path):
+    (tmp_path / "out").mkdir()
+    data = questions(range(10)).rename(tmp_path / "out" / "forward.jsonl")
+    before = data.read_text()
+    with pytest.raises(InputError, match="would be written over"):
+        score(data)
+    assert data.read_text() == before

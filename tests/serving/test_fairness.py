@@ -4,7 +4,7 @@ import pytest
 
 from cglab.errors import InputError
 from cglab.serving.arm import ServerArm
-from cglab.serving.fairness import flags, require_equal_arms, require_equal_servers, seeded
+from cglab.serving.fairness import flags, overruled, require_equal_arms, require_equal_servers, seeded
 
 
 def arm(name, *arguments, **fields):
@@ -63,3 +63,11 @@ def test_what_the_servers_made_of_it_must_be_equal_too(installed):
     # Equal arms have no toggle that would explain a difference of graphs.
     with pytest.raises(InputError, match="cuda_graph_config"):
         require_equal_servers((off, eager), (off, graph), installed)
+
+
+def test_a_toggle_that_a_server_took_back_is_told(installed):
+    arm = ServerArm("on", "pico-gqa", {"decode": "full", "prefill": "breakable"})
+    made = {"cuda_graph_config": {"decode": {"backend": "full"}, "prefill": {"backend": "disabled"}}}
+    assert overruled(arm, made, installed) == {"--cuda-graph-backend-prefill": "disabled"}
+    assert overruled(arm, {}, installed) == {}  # not told
+    assert overruled(ServerArm("none", "pico-gqa"), made, installed) == {}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cglab.errors import InputError
 from cglab.measure.machine import Device
 from cglab.measure.record import make_record
 from cglab.measure.records import append
@@ -11,12 +12,12 @@ from cglab.measure.statistics import false_positive_rate
 from cglab.serving.recorded import newest, recorded_servers
 
 
-def turn(run, arm, instance, ms, name="a point", **fields):
+def turn(run, arm, instance, ms, name="a point", asked=(), errors=0, **fields):
     samples = {measure: [ms, ms * 1.01] for measure in ("ttft_ms", "tpot_ms", "e2e_ms")}
     return make_record(
-        bench="servers", arm=arm, device="cpu", run=run, model="pico-gqa", weights="trained",
-        workload={"name": name, "instance": instance}, metrics={}, samples=samples, software={"sglang": "0.5.23"},
-        **fields,
+        bench="servers", arm=arm, device="cpu", run=run, weights="trained",
+        workload={"name": name, "instance": instance, **dict(asked)}, metrics={"errors": errors}, samples=samples,
+        software={"sglang": "0.5.23"}, **{"model": "pico-gqa", **fields},
     )  # fmt: skip
 
 
@@ -39,9 +40,17 @@ def test_the_newest_run_of_a_kind_is_judged_by_s3s_rule():
     assert len(found.as_frame()) == 6
 
 
+def test_fewer_instances_than_a_verdict_takes_have_no_rate_of_error():
+    pair = newest(run_of("1", 10, 5)[:4]).rows()[1]
+    assert (pair["instances"], pair["verdict"], pair["error_rate_percent"]) == (2, "undecided", None)
+
+
 def test_other_devices_models_and_arms_stand_beside_it_and_other_benches_do_not():
     mine = run_of("1", 10, 10)
     gpu = [replace(each, run="2", device=Device("NVIDIA H200", "cuda")) for each in mine]
+    older = [replace(each, run="4", versions={"sglang": "0.5.16"}) for each in mine]
+    points = run_of("5", 10, 10, name="another point")  # of another recipe, whose arms have the same names
+    assert len(newest([*mine, *older, *points]).runs) == 3
     found = newest([*mine, *gpu, replace(mine[0], bench="decode", run="3")])
     assert [run[0].device.kind for run in found.runs] == ["cpu", "cuda"]
     cpu, cuda = str(found).splitlines()
@@ -53,3 +62,38 @@ def test_a_folder_without_any_says_how_to_record_one(tmp_path):
     assert "cglab serve-compare RECIPE --save" in str(recorded_servers(tmp_path))
     append(tmp_path / "servers.jsonl", run_of("1", 10, 10))
     assert recorded_servers(tmp_path) and recorded_servers(tmp_path).rows()[1]["verdict"] == "no difference"
+
+
+def test_the_base_is_the_base_whoever_had_the_first_turn():
+    turns = [
+        turn("1", arm, instance, {"off": 10.0, "on": 5.0}[arm], asked={"base": "off"})
+        for arm, instance in (("on", 0), ("off", 0), ("off", 1), ("on", 1), ("on", 2), ("off", 2))
+    ]
+    rows = newest(turns).rows()
+    assert [(row["arm"], row["verdict"]) for row in rows[:2]] == [("off", None), ("on", "faster")]
+
+
+def test_an_arm_of_which_requests_failed_has_no_verdict():
+    failing = [
+        turn("1", arm, instance, ms, errors=arm == "on")
+        for instance in range(3)
+        for arm, ms in (("off", 10.0), ("on", 5.0))
+    ]
+    assert newest(failing).rows()[1]["verdict"] == "undecided"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "other"},
+        {"notes": "recipe s2"},
+        {"asked": {"payload": "b"}},
+        {"asked": {"toggles": {"decode": "full"}}},
+    ],
+)
+def test_two_comparisons_under_one_name_are_not_pooled(other):
+    asked = {"payload": "a", "toggles": {}, **other.pop("asked", {})}
+    first = turn("1", "off", 0, 10.0, notes="recipe s1", asked={"payload": "a", "toggles": {}})
+    found = turn("1", "off", 0, 10.0, **{"notes": "recipe s1", "asked": asked, **other})
+    with pytest.raises(InputError, match="run 1 is of two comparisons"):
+        newest([first, found]).rows()

@@ -130,3 +130,30 @@ def test_an_answer_that_is_none_is_an_error():
     for other in ("<html>", []):
         with pytest.raises(ServerError, match="something else than a JSON object"):
             scrape(StandIn({"/server_info": other}))
+
+
+def test_shares_and_ratios_of_several_stages_or_replicas_are_no_sums(server):
+    page = "".join(
+        gauge(name, value, dp_rank=replica)
+        for replica, (share, length) in enumerate([(80.0, 3.0), (90.0, 2.0)])
+        for name, value in (("fwd_occupancy", share), ("spec_accept_length", length))
+    )
+    found = scrape(server(metrics=page, speculative_algorithm="EAGLE"))
+    assert found.occupancy == 85.0 and found.accept_length == 2.5
+
+
+def test_stages_capture_side_by_side_each_into_its_own_memory(server):
+    page = "".join(
+        gauge(name, value, phase="target_verify", pp_rank=stage)
+        for stage, pair in enumerate([(2.5, 0.5), (3.0, 0.25)])
+        for name, value in zip(
+            ("startup_cuda_graph_time_seconds", "graph_memory_usage_gb"), pair, strict=True
+        )
+    )
+    found = scrape(server(LOG_23, page, "0.5.23")).capture("target_verify")
+    assert (found.seconds, found.memory_gb) == (3.0, 0.75)
+
+
+def test_a_page_that_is_no_metrics_is_an_error_and_no_traceback(server):
+    with pytest.raises(ServerError, match="/metrics is no page of metrics"):
+        scrape(server(metrics="<html>no metrics</html>"))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from cglab.errors import ClosedError, InputError, ModelError, NotInstalledError, PortTakenError, ServerError
+from cglab.serving import guarded
 from cglab.serving import server as serving
 from cglab.serving.arm import ServerArm
 from tests.serving.processes import gone, wait_for
@@ -84,12 +85,34 @@ def test_a_server_that_never_gets_healthy_is_ended_at_the_deadline(launch, pids,
     assert all(map(gone, pids()))
 
 
+def test_ctrl_c_while_it_is_started_waits_until_nothing_is_left(launch, monkeypatch):
+    guardians = []
+
+    def interrupt(guardian):
+        guardians.append(guardian)
+        if len(guardians) == 1:
+            raise KeyboardInterrupt
+        return guardian.stdout
+
+    monkeypatch.setattr(guarded, "_report", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launch()
+    assert guardians[0].returncode is not None
+
+
 def test_a_port_that_is_taken_is_said_before_anything_starts(launch, tmp_path):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         with pytest.raises(PortTakenError, match="leave port out"):
             launch(port=holder.getsockname()[1])
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_what_is_no_port_is_refused_before_anything_starts(launch, port, tmp_path):
+    with pytest.raises(PortTakenError, match="leave port out"):
+        launch(port=port, deadline_s=5)
     assert not (tmp_path / "logs").exists()
 
 

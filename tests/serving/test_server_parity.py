@@ -1,5 +1,7 @@
 """Greedy tokens and input logprobs of two servers."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,3 +79,18 @@ def test_what_cannot_be_compared_is_refused():
     without = StandIn({"/generate": generate(logprobs=False), "/flush_cache": "ok"})
     with pytest.raises(ServerError, match="0 input logprobs of a prompt of 3 tokens"):
         ask(without, PROMPTS, 4, logprobs=True)
+
+
+def test_a_logprob_that_is_no_number_is_a_difference_and_goes_into_a_record():
+    def corrupt(body):
+        reply = generate()(body)
+        reply["meta_info"]["input_token_logprobs"][2][0] = None  # as JSON has a NaN
+        return reply
+
+    found = compare(
+        ask(server(**{"/generate": corrupt}), PROMPTS, 4, logprobs=True),
+        ask(server(), PROMPTS, 4, logprobs=True),
+    )
+    assert found.first_difference == (0, 2) and found.logprobs_equal == 3 and not found.bitwise
+    assert found.largest_difference == 0.0
+    json.dumps(found.as_dict(), allow_nan=False)

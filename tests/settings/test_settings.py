@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cglab.errors import DeviceError, ToggleError
+from cglab.errors import DeviceError, ModelError, NotInstalledError, ToggleError
+from cglab.models.drafts import find_draft
+from cglab.models.sources import find_folder
+from cglab.serving.arm import model_path
+from cglab.serving.installed import find_python
 from cglab.settings import Settings, device, read_settings
 
 
@@ -82,3 +86,19 @@ def test_cuda_that_is_not_there_is_an_error_not_the_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(DeviceError, match=r"CGLAB_DEVICE='cuda'.*auto, cpu"):
         device(asked("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("find", "kind"),
+    [
+        (find_folder, ModelError),
+        (find_draft, ModelError),
+        (model_path, ModelError),
+        (find_python, NotInstalledError),
+    ],
+)
+def test_the_home_of_a_user_who_is_unknown_is_a_clear_error(find, kind, monkeypatch):
+    with pytest.raises(kind, match="~nobody-of-this-name"):
+        find("~nobody-of-this-name/models/x")
+    monkeypatch.setenv("CGLAB_SGLANG_PYTHON", "~nobody-of-this-name/python")
+    assert str(read_settings().sglang_python).startswith("~nobody")
