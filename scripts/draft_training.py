@@ -97,7 +97,7 @@ def train(
         with autocast:
             loss = loss_of(texts)
         loss.backward()
-        nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(draft.parameters(), 1.0, error_if_nonfinite=True)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)

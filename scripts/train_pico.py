@@ -206,7 +206,7 @@ def train(
         with autocast:
             loss = lesson(model, windows, step / steps)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         after_step()
