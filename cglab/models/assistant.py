@@ -22,6 +22,7 @@ from torch.nn.utils import skip_init
 from cglab.errors import ModelError
 from cglab.models.attention import DecodeStep
 from cglab.models.body import Body, Portable
+from cglab.models.bound import Bound
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder, FeedForward
 from cglab.models.fields import draft_fields
@@ -177,7 +178,7 @@ class FrozenAttention:
         return self.step.attend(self.layers[layer_index], query)
 
 
-class Assistant(nn.Module):
+class Assistant(Bound):
     """A draft model over a target's cache; ``bind`` makes it that target's.
 
     The parameters are uninitialised memory until ``loading`` fills them.
@@ -191,6 +192,8 @@ class Assistant(nn.Module):
         device: where the parameters are allocated.
         dtype: their dtype.
     """
+
+    called = "the assistant"
 
     def __init__(
         self,
@@ -211,23 +214,6 @@ class Assistant(nn.Module):
         self.post = skip_init(nn.Linear, config.hidden_size, config.backbone_size, bias=False, **place)
         size = (config.hidden_size, config.vocab_size)
         self.head = skip_init(nn.Linear, *size, bias=False, **place) if config.own_head else None
-        self._targets: tuple[Decoder, ...] = ()  # in a tuple, or its parameters would be this model's too
-
-    @property
-    def target(self) -> Decoder:
-        """Whose cache, embedding and rotary table it uses.
-
-        Raises:
-            ModelError: before ``bind``.
-        """
-        if not self._targets:
-            raise ModelError("the assistant is bound to no target; call bind(target) before its first step")
-        return self._targets[0]
-
-    @property
-    def rotary(self) -> Tensor:
-        """[max_position, 2, head_dim], the target's rotary table."""
-        return self.target.rotary
 
     def bind(self, target: Decoder) -> None:
         """Shares a target's embedding, head and rotary table: before any capture, which bakes in where they lie (P85).

@@ -18,6 +18,7 @@ from torch.nn.utils import skip_init
 
 from cglab.errors import ModelError
 from cglab.models.body import Body, Portable
+from cglab.models.bound import Bound
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Block, Decoder
 from cglab.models.fields import draft_fields
@@ -137,7 +138,7 @@ def spread(target_layers: int, draft_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + index * reach / (draft_layers - 1)) for index in range(draft_layers))
 
 
-class BlockDraft(nn.Module):
+class BlockDraft(Bound):
     """A block draft; ``bind`` makes it a target's.
 
     The parameters are uninitialised memory until ``loading`` fills them.
@@ -150,6 +151,8 @@ class BlockDraft(nn.Module):
         device: where the parameters are allocated.
         dtype: their dtype.
     """
+
+    called = "the draft"
 
     def __init__(
         self,
@@ -167,23 +170,6 @@ class BlockDraft(nn.Module):
         self.context_norm = skip_init(nn.RMSNorm, width, eps=config.rms_norm_eps, **place)
         self.blocks = nn.ModuleList(Block(stack, **place) for _ in range(config.num_layers))
         self.norm = skip_init(nn.RMSNorm, width, eps=config.rms_norm_eps, **place)
-        self._targets: tuple[Decoder, ...] = ()  # in a tuple, or its parameters would be this model's too
-
-    @property
-    def target(self) -> Decoder:
-        """Whose embedding, head and rotary table it uses.
-
-        Raises:
-            ModelError: before ``bind``.
-        """
-        if not self._targets:
-            raise ModelError("the draft is bound to no target; call bind(target) before its first step")
-        return self._targets[0]
-
-    @property
-    def rotary(self) -> Tensor:
-        """[max_position, 2, head_dim], the target's rotary table."""
-        return self.target.rotary
 
     def bind(self, target: Decoder) -> None:
         """Shares a target's embedding, head and rotary table, before any capture (P85).

@@ -19,6 +19,7 @@ from torch.nn.utils import skip_init
 
 from cglab.errors import ModelError
 from cglab.models.body import Body, Portable
+from cglab.models.bound import Bound
 from cglab.models.decoder import Decoder
 from cglab.models.dsa import DsaBlock
 from cglab.models.dsa_config import DsaConfig, read_dsa_config
@@ -53,7 +54,7 @@ def nextn_config_from(folder: str | Path) -> DsaConfig:
     return config
 
 
-class NextN(nn.Module):
+class NextN(Bound):
     """A NextN layer; ``bind`` makes it a target's.
 
     The parameters are uninitialised memory until ``loading`` fills them.
@@ -66,6 +67,8 @@ class NextN(nn.Module):
         device: where the parameters are allocated.
         dtype: their dtype, but for the router's.
     """
+
+    called = "the NextN layer"
 
     def __init__(
         self,
@@ -84,23 +87,6 @@ class NextN(nn.Module):
         self.join = skip_init(nn.Linear, 2 * width, width, bias=False, **place)
         self.blocks = nn.ModuleList([DsaBlock(config, routed=True, **place)])
         self.norm = skip_init(nn.RMSNorm, width, eps=eps, **place)
-        self._targets: tuple[Decoder, ...] = ()  # in a tuple, or its parameters would be this model's too
-
-    @property
-    def target(self) -> Decoder:
-        """Whose embedding, head and rotary table it uses.
-
-        Raises:
-            ModelError: before ``bind``.
-        """
-        if not self._targets:
-            raise ModelError("the NextN layer is bound to no target; call bind(target) before its first step")
-        return self._targets[0]
-
-    @property
-    def rotary(self) -> Tensor:
-        """[max_position, 2, head_dim], the target's rotary table."""
-        return self.target.rotary
 
     def bind(self, target: Decoder) -> None:
         """Shares a target's embedding, head and rotary table, before any capture (P85).

@@ -1,5 +1,6 @@
 """Small models and a paged cache that is filled by hand, for the tests of the models layer."""
 
+import json
 from dataclasses import replace
 from importlib import import_module
 
@@ -192,3 +193,29 @@ def script(root, monkeypatch):
     """A function that imports one of the repository's scripts by name."""
     monkeypatch.syspath_prepend(root / "scripts")
     return import_module
+
+
+@pytest.fixture
+def training_facts(tmp_path):
+    """What a draft's card is written from: the corpus and the continuations in ``tmp_path``, and a run's own facts."""
+    told = {
+        "manifest": {"python": "3.11", "corpus_sha256": "0" * 64},
+        "continuations": {
+            "continuations": 8, "continued_tokens": 96, "temperatures": [0.0], "continuations_sha256": "1" * 64,
+        },
+    }  # fmt: skip
+    for name, facts in told.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(facts))
+
+    def facts_of(accept_length, most):
+        half = {
+            "accept_length": accept_length, "distribution": {"1": 0.5, str(most): 0.5}, "passes": 2, "prompts": 1,
+            "tokens_counted": 8,
+        }  # fmt: skip
+        return {
+            "target": "tiny", "held_out": half | {"distinct_4grams": 1.0}, "look_up": half, "train_loss": 1.0,
+            "steps": 8, "planned_steps": 8, "batch": 8, "epochs": 8, "seed": 0, "peak_learning_rate": 1e-2,
+            "device": "CPU", "seconds": 1.0,
+        }  # fmt: skip
+
+    return facts_of

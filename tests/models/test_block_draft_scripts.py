@@ -112,7 +112,9 @@ def test_accept_length_is_that_of_drafting_and_checking_token_by_token(script, p
     assert counted > 10
 
 
-def test_a_few_steps_of_training_lower_the_loss_and_the_folder_reads_back_to_the_bit(script, tiny, tmp_path):
+def test_a_few_steps_of_training_lower_the_loss_and_the_folder_reads_back_to_the_bit(
+    script, tiny, tmp_path, training_facts
+):
     training, shared = script("train_block_draft"), script("draft_training")
     target = tiny(torch.bfloat16)
     draft = BlockDraft(DRAFT, device="cpu", dtype=torch.float32)
@@ -144,27 +146,7 @@ def test_a_few_steps_of_training_lower_the_loss_and_the_folder_reads_back_to_the
         assert loss_of(texts) == loss_of(replace(texts, tokens=tokens)), "what is not counted is not learnt"
         assert loss_of(texts) < loss_of(texts, 100.0), "a further token is harder and counts less"
 
-    half = {
-        "accept_length": 2.0,
-        "distribution": {"1": 0.5, "4": 0.5},
-        "passes": 2,
-        "prompts": 1,
-        "tokens_counted": 8,
-    }
-    facts = {
-        "target": "tiny", "held_out": half | {"distinct_4grams": 1.0}, "look_up": half, "train_loss": 1.0, "steps": 8,
-        "planned_steps": 8, "batch": 8, "epochs": 8, "seed": 0, "peak_learning_rate": 1e-2, "device": "CPU",
-        "seconds": 1.0,
-    }  # fmt: skip
-    corpus = {"python": "3.11", "corpus_sha256": "0" * 64}
-    texts_of = {
-        "continuations": 8,
-        "continued_tokens": 96,
-        "temperatures": [0.0],
-        "continuations_sha256": "1" * 64,
-    }
-    (tmp_path / "manifest.json").write_text(json.dumps(corpus))
-    (tmp_path / "continuations.json").write_text(json.dumps(texts_of))
+    facts = training_facts(2.0, 4)
     script("draft_card").write_draft(draft, tmp_path, tmp_path / "drafts" / "draft", facts)
     told = (tmp_path / "drafts" / "draft" / "README.md").read_text()
     assert (

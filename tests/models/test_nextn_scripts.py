@@ -1,6 +1,5 @@
 """The scripts that make pico-dsa-nextn: the layer learns from what an extend sees, and is counted by the rule."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -68,7 +67,7 @@ def test_accept_length_is_that_of_drafting_after_every_pass(script, layer):
     assert kind.steps == 1
 
 
-def test_a_layer_learns_and_is_written(script, layer, tmp_path):
+def test_a_layer_learns_and_is_written(script, layer, tmp_path, training_facts):
     shared, training = script("draft_training"), script("train_nextn")
     shared.initialise(layer, seed=0)
     (block,) = layer.blocks
@@ -97,26 +96,7 @@ def test_a_layer_learns_and_is_written(script, layer, tmp_path):
             told.append(training.entropy(layer, replace(texts, hidden=hidden), after, 1.0))
         assert told[0] == training.entropy(layer, texts, after, 1.0) != told[1]
 
-    half = {
-        "accept_length": 1.5,
-        "distribution": {"1": 0.5, "2": 0.5},
-        "passes": 2,
-        "prompts": 1,
-        "tokens_counted": 8,
-    }
-    facts = {
-        "target": "tiny", "held_out": half | {"distinct_4grams": 1.0}, "look_up": half, "train_loss": 1.0, "steps": 8,
-        "planned_steps": 8, "batch": 8, "epochs": 8, "seed": 0, "peak_learning_rate": 1e-2, "device": "CPU",
-        "seconds": 1.0,
-    }  # fmt: skip
-    (tmp_path / "manifest.json").write_text(json.dumps({"python": "3.11", "corpus_sha256": "0" * 64}))
-    texts_of = {
-        "continuations": 8,
-        "continued_tokens": 96,
-        "temperatures": [0.0],
-        "continuations_sha256": "1" * 64,
-    }
-    (tmp_path / "continuations.json").write_text(json.dumps(texts_of))
+    facts = training_facts(1.5, 2)
     script("draft_card").write_draft(layer, tmp_path, tmp_path / "drafts" / "draft", facts)
     told = (tmp_path / "drafts" / "draft" / "README.md").read_text()
     assert "a NextN layer" in told and "train_nextn.py" in told and "1 drafted tokens (maximum 2)" in told
