@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import warnings
 from typing import Any
@@ -73,7 +74,7 @@ class CudaPool(Pool):
             self._ranges = [
                 (segment["address"], segment["address"] + segment["total_size"])
                 for handle in self._handles
-                for segment in torch.cuda.memory_snapshot(handle)
+                for segment in snapshot(handle)
             ]
             self._ranges_at = changes
         return self._ranges
@@ -95,3 +96,16 @@ class CudaPool(Pool):
             self._anchor = None
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def snapshot(handle: tuple[int, int]) -> list[dict[str, Any]]:
+    """The segments of one pool, as ``torch.cuda.memory_snapshot`` tells them.
+
+    torch (2.11 at least, pytorch#196366) gives back a reference to each number of the handle that it never took. From
+    pool 257 on the number is freed under its owners, and a later capture reads whatever object came to lie there: a
+    reference for torch to give back is taken here. Where torch is mended, the two numbers of a pool outlive it.
+    """
+    for number in handle:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(handle)
+    return segments

@@ -147,7 +147,8 @@ class Models:
     def __init__(self, device, *, windowed=False, pages=65, rows=9, max_context=64):
         # Not tied: random targets that are repeat one token, which a wrong cache would not change.
         config = replace(WINDOWED if windowed else CONFIG, tie_embeddings=False)
-        self.target = random_model(config, device=device, dtype=torch.float32, seed=1)
+        # Made on the CPU: what it says is lively there, and a device's own random numbers make another model.
+        self.target = random_model(config, device="cpu", dtype=torch.float32, seed=1).to(device)
         self.kv = PagedKV(
             config, pages=pages, page_size=4, rows=rows, max_context=max_context, device=device, dtype=torch.float32,
             window_pages=pages if windowed else None,

@@ -1,5 +1,7 @@
 """Speculative decoding in the engine: plain decoding's tokens in fewer steps, whatever is drafted."""
 
+import functools
+
 import pytest
 import torch
 
@@ -56,15 +58,21 @@ def bench(device):
         each.close()
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """Plain decoding's tokens of ``PROMPTS``, with window layers and without."""
+@functools.cache
+def plainly_decoded(device):
+    """Plain decoding's tokens of ``PROMPTS`` on one device, with window layers and without."""
     found = {
-        windowed: Bench(torch.device("cpu"), windowed=windowed).engine().generate(PROMPTS, LIMITS).tokens
+        windowed: Bench(device, windowed=windowed).engine().generate(PROMPTS, LIMITS).tokens
         for windowed in (False, True)
     }
     assert found[False] != found[True] and all(len(set(tokens)) > 4 for tokens in found[False])
     return found
+
+
+@pytest.fixture
+def plain(device):
+    """What plain decoding says on the test's device."""
+    return plainly_decoded(device)
 
 
 def always(request, place):

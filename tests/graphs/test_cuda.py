@@ -10,6 +10,7 @@ import torch
 import cglab
 from cglab.errors import CaptureError, UnjoinedStreamError, UnsupportedOperationError
 from cglab.graphs.captured import Captured
+from cglab.graphs.cuda_pool import CudaPool
 from cglab.graphs.options import Options
 from cglab.graphs.recorders import recorder_for
 from cglab.graphs.slots import Slot
@@ -377,3 +378,20 @@ def test_replay_on_another_stream_than_the_capture_is_ordered_with_the_caller(cu
             got = captured(x=y) + 1
         torch.cuda.current_stream().wait_stream(side)
         assert torch.equal(got, x * 11)
+
+
+def test_the_three_hundredth_pool_of_a_process_keeps_the_numbers_of_its_handle():
+    """torch drops references to them in a snapshot; the first 256 numbers do not notice."""
+    device = torch.device("cuda", 0)
+    for count in range(300):
+        pool = CudaPool(device)
+        number = pool.handle[1]
+        before = sys.getrefcount(number)
+        for _ in range(4):
+            held = pool.empty((count + 1, 512), torch.float32)
+            assert pool.holds(held) and not pool.holds(torch.empty(8, device=device))
+            pool._ranges_at = -1
+        assert sys.getrefcount(number) >= before
+        del held
+        pool.close()
+    assert number > 256

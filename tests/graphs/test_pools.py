@@ -1,7 +1,9 @@
 """Pools and groups: what shares memory, what must not, and what a bucket costs."""
 
 import contextlib
+import ctypes
 import gc
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import cglab
 from cglab.errors import PoolBusyError
+from cglab.graphs import cuda_pool
 from cglab.graphs.captured import Captured
 from cglab.graphs.options import Options
 from cglab.graphs.recorders import recorder_for
@@ -310,3 +313,18 @@ def test_p59_threads_take_turns_from_load_to_result():
     with captured, ThreadPoolExecutor(2) as pool:
         list(pool.map(work, (1.0, 2.0)))
     assert not wrong
+
+
+def test_a_snapshot_of_a_pool_leaves_the_numbers_of_its_handle_alive(monkeypatch):
+    def snapshot(handle):
+        """Gives back references that are not its own, as torch 2.11 does."""
+        for number in handle:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+        return [{"address": 64, "total_size": 32}]
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    handle = (int("1" * 20), int("2" * 20))
+    before = [sys.getrefcount(number) for number in handle]
+    for _ in range(50):
+        assert cuda_pool.snapshot(handle) == [{"address": 64, "total_size": 32}]
+    assert [sys.getrefcount(number) for number in handle] == before

@@ -67,8 +67,8 @@ def _part(query, keys, values, table, rows, lens, tree, parts_out, parts_log, ou
             seen = seen & (position[None, :] >= end[:, None] - WINDOW)
         if NODES:
             among = position - (length - WIDTH)
-            known = (asks < GROUP * WIDTH)[:, None] & ((among >= 0) & inside)[None, :]
-            linked = tl.load(sees + among[None, :], mask=known, other=0).to(tl.int32) > 0
+            new = (asks < GROUP * WIDTH)[:, None] & ((among >= 0) & inside)[None, :]
+            linked = tl.load(sees + among[None, :], mask=new, other=0).to(tl.int32) > 0
             seen = (seen & (among < 0)[None, :]) | linked
         score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
