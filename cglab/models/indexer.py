@@ -217,7 +217,18 @@ def keep_best(scores: Tensor, slots: Tensor, starts: Tensor, seq_lens: Tensor, o
     kept = out.shape[1]
     place = torch.arange(len(slots), device=out.device) - starts.unsqueeze(1)
     seen = (place >= 0) & (place < seq_lens.unsqueeze(1))
-    chosen = best(scores, seen, kept)
+    place_chosen(best(scores, seen, kept), slots, out)
+
+
+def place_chosen(chosen: Tensor, slots: Tensor, out: Tensor) -> None:
+    """Writes the slots of chosen keys in their order, then -1.
+
+    Args:
+        chosen: [T, keys] bool, at most ``index_topk`` in a row.
+        slots: [keys] or [T, keys] int64.
+        out: [T, index_topk] int32, written.
+    """
+    kept = out.shape[1]
     # What is not chosen goes to one more column, which is dropped.
     column = (chosen.cumsum(-1) - 1).masked_fill(~chosen, kept)
     wide = out.new_full((len(out), kept + 1), -1)

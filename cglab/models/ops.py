@@ -8,7 +8,7 @@ the pages; it needs a CUDA device and Triton, and is the default where both are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,7 @@ from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
 from cglab.models.dsa_config import DsaConfig
 from cglab.models.kv import PagedKV
+from cglab.models.latent_decode import LatentDecode
 from cglab.models.paged import AttentionKind, PagedDecodeAttention
 
 OPS = ("portable", "compiled")
@@ -33,6 +34,18 @@ DECODE_ATTENTION: Mapping[str, type[DecodeAttention | PagedDecodeAttention]] = M
     {"portable": DecodeAttention, "compiled": PagedDecodeAttention}
 )
 """How a decode step attends, by the form of the body."""
+
+
+def decode_attention(config: object, form: str) -> Callable[..., Any]:
+    """What a decode step of a model attends with; the arguments are those of ``DecodeStep``.
+
+    Args:
+        config: the model's shape.
+        form: of its body.
+    """
+    if isinstance(config, DsaConfig):
+        return functools.partial(LatentDecode, index_topk=config.index_topk)
+    return DECODE_ATTENTION[form]
 
 
 def good_ops(device: torch.device) -> dict[str, str | None]:
