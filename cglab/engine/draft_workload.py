@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,8 +88,9 @@ def _held(engine: Engine) -> DecodeBatch:
 def _given(speculator: Speculator, inputs: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """What each runner of a step is given, by technique and in order."""
     drafter, live = speculator.drafter, len(inputs["newest"])
-    given, output = drafter.start(inputs), None
-    for name, runner in drafter.runners.items():
+    given = drafter.start(inputs)
+    output: Any = given
+    for name, runner in drafter.before_verify.items():
         yield name, given
         output = runner.run_live_eager(live, **given)
         if name == "seed_step":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,20 @@ from cglab.graphs.coverage import Coverage
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.runners.base import Runner, coverages
+
+
+class Forward(NamedTuple):
+    """What a batch came to; all of it may be overwritten by the next step.
+
+    Attributes:
+        tokens: [chunks] int64, the next token of every chunk that reaches its request's end.
+        logits: [chunks, vocabulary], what it was chosen from.
+        hidden: [tokens, hidden_size], normed, of a prefill; None of a decode step.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    hidden: Tensor | None = None
 
 
 class Engine:
@@ -60,7 +74,8 @@ class Engine:
         self.model, self.kv, self.phases, self.speculator = model, kv, phases, speculator
         self.max_context = min(len(kv.context_positions), model.config.max_position)
         lookahead = speculator.speculation.lookahead if speculator else 0
-        self.scheduler = Scheduler(layout_of(kv, self.max_context, lookahead), options)
+        overlap = speculator.drafter.overlap if speculator else 0
+        self.scheduler = Scheduler(layout_of(kv, self.max_context, lookahead, overlap), options)
         self.now: Callable[[], float] = time.perf_counter
         self.segments = ForwardSegments(clock_for(kv.device), now=self.now)
         self._weights = KnownWeights(model)
@@ -170,16 +185,15 @@ class Engine:
         if self.speculator and isinstance(batch, DecodeBatch):
             write_page_tables(self.kv, batch.requests)
             return self.speculator.step(batch, self.segments)
-        return [[int(token)] for token in self.forward(batch)[0].tolist()]
+        computed = self.forward(batch)
+        tokens = [[int(token)] for token in computed.tokens.tolist()]
+        if self.speculator and computed.hidden is not None:  # the tokens are out already, as in S3
+            self.speculator.drafter.prefilled(batch.chunks, computed.hidden, tokens, self.segments)
+        return tokens
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Runs a batch on the runner of its phase, without a draft.
-
-        Returns:
-            The next token of every chunk that reaches its request's end, [chunks] int64, and the logits that it was
-            chosen from, [chunks, vocabulary]; both may be overwritten by the next step.
-        """
+    def forward(self, batch: Batch) -> Forward:
+        """Runs a batch on the runner of its phase, without a draft."""
         write_page_tables(self.kv, batch.requests)
         if isinstance(batch, PrefillBatch):
             return self._prefill(batch)
@@ -187,18 +201,17 @@ class Engine:
         inputs = step_inputs(batch.chunks, runner.inputs, self.kv)
         with self.segments.timed("decode"):
             tokens, logits = runner.run(len(batch.requests), **inputs)
-        return tokens, logits
+        return Forward(tokens, logits)
 
-    def _prefill(self, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
+    def _prefill(self, batch: PrefillBatch) -> Forward:
         runner, spans = self.phases.prefill(), spans_of(batch.chunks)
         inputs = step_inputs(batch.chunks, runner.inputs, self.kv)
         ending = [index for index, chunk in enumerate(batch.chunks) if chunk.last]
         with self.segments.timed("prefill"):
             hidden = runner.run(spans, **inputs)
-            if self.speculator:
-                self.speculator.drafter.prefilled(batch.chunks, hidden)
             logits = runner.last_logits(hidden, spans, ending)
-            return next_tokens([batch.chunks[index] for index in ending], logits, self.kv), logits
+            tokens = next_tokens([batch.chunks[index] for index in ending], logits, self.kv)
+        return Forward(tokens, logits, hidden)
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Runs requests to their end; whatever stops that early cancels the rest.

@@ -31,6 +31,7 @@ class CacheLayout:
         window_pages: pages of their pool, the reserved one included.
         lookahead: positions after its newest token that a decode step of a request writes: drafted tokens.
         lane: which of several equal parts of a cache this is; see ``lanes``.
+        overlap: tokens of the next page that what a draft keeps in a page depends on; at most one.
 
     Raises:
         InputError: if nothing is left beside what is reserved, or a size is not positive.
@@ -44,6 +45,7 @@ class CacheLayout:
     window_pages: int = 0
     lookahead: int = 0
     lane: int = 0
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         if self.pages < 2 or self.rows < 2:
@@ -173,7 +175,7 @@ class RequestMemory:
         self.layout, self.prefix_reuse = layout, prefix_reuse
         self.chunk = max(chunk, 1 + layout.lookahead)
         self.rows = FreeList(layout.rows, "request rows", layout.lane)
-        self.pages = PageStore(layout.pages, layout.page_size, layout.lane)
+        self.pages = PageStore(layout.pages, layout.page_size, layout.lane, layout.overlap)
         self.window_pages = FreeList(max(layout.window_pages, 1), "window pages", layout.lane)
         needed = layout.most_window_pages(layout.room + layout.lookahead, self.chunk)
         if needed > self.window_pages.total:
@@ -194,7 +196,8 @@ class RequestMemory:
         Returns:
             False, with nothing taken, if there is not enough.
         """
-        known = self.pages.match(request.tokens[:-1]) if self.prefix_reuse else []
+        before = request.tokens[: request.length - 1 + self.layout.overlap]
+        known = self.pages.match(before) if self.prefix_reuse else []
         self.pages.hold(known)  # before looking, so that they do not count as available
         needed = self.layout.pages_of(request.length) - len(known)
         windowed = self.layout.most_window_pages(request.length, self.chunk)
@@ -237,7 +240,7 @@ class RequestMemory:
             for index in full:
                 own, before = request.pages[index], request.pages[index - 1] if index else ROOT
                 request.pages[index] = self.pages.publish(
-                    own, before, tokens[index * size : (index + 1) * size]
+                    own, before, self.pages.known_by(tokens, index * size)
                 )
                 request.dirty |= request.pages[index] != own
         if self.layout.window:

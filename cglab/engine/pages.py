@@ -3,8 +3,10 @@
 A page is free, held by one or more requests, or cached: full of computed tokens and held by nobody. A full page
 is published under the page before it and its own tokens, so that the published pages form a radix tree whose
 edges are pages of tokens (as in SGLang's RadixAttention with pages); a request with the same first tokens holds
-the same pages. Pages leave the cache least recently used first. Requests hold whole chains from the root and
-release them tail first, so the page that was released first is always a leaf and eviction needs no search.
+the same pages. Where a draft keeps something of a token that depends on the token after it, a page is known by the
+first token of the next one too, as SGLang's tree then is one of pairs of tokens. Pages leave the cache least recently
+used first. Requests hold whole chains from the root and release them tail first, so the page that was released first
+is always a leaf and eviction needs no search.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ class PageStore:
         count: pages in all, the reserved one included.
         page_size: tokens of a page.
         lane: see ``FreeList``.
+        overlap: tokens of the next page that the contents of a page depend on.
     """
 
-    def __init__(self, count: int, page_size: int, lane: int = 0) -> None:
-        self.page_size = page_size
+    def __init__(self, count: int, page_size: int, lane: int = 0, overlap: int = 0) -> None:
+        self.page_size, self.overlap = page_size, overlap
         self._free = FreeList(count, "KV pages", lane)
         self._holders: dict[int, int] = {}  # held page: by how many
         self._published: dict[tuple[int, tuple[int, ...]], int] = {}  # page before and tokens: page
@@ -77,14 +80,22 @@ class PageStore:
         return pages
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Published pages of the longest known prefix, in order; they are not held by that."""
+        """Published pages of the longest known prefix, in order; they are not held by that.
+
+        Args:
+            tokens: those of a page and of its overlap are compared.
+        """
         pages: list[int] = []
         for start in range(0, len(tokens), self.page_size):
-            key = (pages[-1] if pages else ROOT, tuple(tokens[start : start + self.page_size]))
+            key = (pages[-1] if pages else ROOT, self.known_by(tokens, start))
             if key not in self._published:
                 break
             pages.append(self._published[key])
         return pages
+
+    def known_by(self, tokens: Sequence[int], start: int) -> tuple[int, ...]:
+        """The tokens by which the page that begins at ``start`` is known."""
+        return tuple(tokens[start : start + self.page_size + self.overlap])
 
     def hold(self, pages: Sequence[int]) -> None:
         """Adds a holder to each page of a chain that ``match`` found."""
@@ -98,7 +109,7 @@ class PageStore:
         Args:
             page: the page, never to be written again.
             before: the published page of the tokens before it, or ``ROOT``.
-            tokens: the ``page_size`` token ids in it.
+            tokens: the ``page_size`` token ids in it, and those of its overlap.
 
         Returns:
             The page to hold from now on: another one if these tokens were published in the meantime, and then

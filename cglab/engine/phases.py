@@ -6,6 +6,7 @@ from typing import Protocol
 
 from cglab.runners.block_draft import BlockDraftRunner
 from cglab.runners.decode import DecodeRunner
+from cglab.runners.draft_extend import DraftExtendRunner
 from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.prefill import PrefillRunner
 from cglab.runners.seed_step import SeedRunner
@@ -49,6 +50,14 @@ class BlockPhases(VerifyPhases, Protocol):
 
     def block_draft(self) -> BlockDraftRunner:
         """All tokens of a draft at once."""
+        ...
+
+
+class NextNPhases(VerifyPhases, Protocol):
+    """The same with a NextN layer."""
+
+    def draft_extend(self) -> DraftExtendRunner:
+        """The layer over what the target has just computed."""
         ...
 
 

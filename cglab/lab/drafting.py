@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cglab import settings
-from cglab.engine.drafters import AssistantDrafter, BlockDrafter, Drafter, require_block
+from cglab.engine.drafters import AssistantDrafter, BlockDrafter, require_block
 from cglab.engine.phases import AnyPhases
+from cglab.engine.proposals import Drafter
 from cglab.engine.speculation import Speculation
 from cglab.engine.speculator import Speculator
 from cglab.errors import InputError, ToggleError
