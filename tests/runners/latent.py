@@ -1,7 +1,8 @@
 """Worlds of a model with latent attention: its cache has keys and values of different shapes."""
 
+from cglab.runners.dsa_prefill import DsaPrefillRunner
 from tests.models.latent import TINY
-from tests.runners.conftest import VerifyWorld, World
+from tests.runners.conftest import PrefillWorld, VerifyWorld, World
 
 
 class Latent:
@@ -23,3 +24,10 @@ class LatentDecodeWorld(Latent, World):
 
 class LatentVerifyWorld(Latent, VerifyWorld):
     """Verify steps of chains."""
+
+
+class LatentPrefillWorld(Latent, PrefillWorld):
+    """Prefill steps of an arm; settings are those of the runner."""
+
+    def make_runner(self, buckets, options, settings):
+        return DsaPrefillRunner(self.model, self.kv, self.group, buckets, options, **settings)
