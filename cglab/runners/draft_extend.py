@@ -8,17 +8,18 @@ embedding and rotary table (P85), the draft's cache, whose page tables are the t
 follows every chunk of a prompt and every verify pass, which differ in nothing but their spans. Head and choice stay
 outside, on the last token of each request. Padded tokens store to slot 0 and select nothing (P78).
 
-It cannot: serve more tokens than its largest bucket, or be one recording without breaks, as requests would be frozen;
-the first runs eager, with its reason, the second is refused. Little free memory keeps it eager too (P71).
+It cannot: serve more tokens than its largest bucket, which run eager, with the reason, as all do where little memory is
+free (P71); or do without a break, as requests and seed would then be those of the capture, which is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,39 +28,19 @@ from torch import Tensor, nn
 from cglab.errors import InputError
 from cglab.graphs.address import Getter
 from cglab.graphs.breaks import eager_break
+from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
-from cglab.models.indexer import KeyRanges
 from cglab.models.kv import PagedKV
 from cglab.models.nextn import NextN
-from cglab.models.spans import Span
-from cglab.models.sparse import Breaks, LiveKeys, SparseAttention
+from cglab.models.spans import LiveSpans, Span
 from cglab.runners.base import GraphGroup
 from cglab.runners.block_draft import free_memory, little_memory
-from cglab.runners.prefill import WARMUP_LENGTH, PrefillRunner
+from cglab.runners.dsa_policy import Parts
+from cglab.runners.dsa_prefill import DsaPrefillRunner
 
 
-@dataclass(slots=True)
-class LiveEnds:
-    """The last token of each live request, read inside the break that publishes; changed in place.
-
-    Attributes:
-        rows: [requests] int64, of the page table.
-        ends: [requests] int64, where among the step's tokens.
-    """
-
-    rows: Tensor
-    ends: Tensor
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device) -> LiveEnds:
-        """Those of a step; one copy to the device."""
-        ends = [end - 1 for end in accumulate(span.length for span in spans)]
-        packed = np.array([[span.row for span in spans], ends], dtype=np.int64)
-        return cls(*torch.from_numpy(packed).to(device, non_blocking=True))
-
-
-class DraftExtendRunner(PrefillRunner):
+class DraftExtendRunner(DsaPrefillRunner):
     """The extend of one NextN layer over its own cache.
 
     Args:
@@ -67,16 +48,16 @@ class DraftExtendRunner(PrefillRunner):
         kv: the layer's cache; see ``draft_cache``.
         group: pool and shared buffers.
         buckets: token counts to capture.
-        options: backend and the rest.
-        breaks: which parts of the layer are breaks.
-        warmup_length: see ``PrefillRunner``.
+        options: backend (breakable or eager) and the rest.
+        parts: why each part of the layer is a break; the selection always is one.
+        **sizes: floor and warm-up, as ``DsaPrefillRunner`` takes them.
 
     Attributes:
         seed: [rows, index_topk] int32, the index-share seed by request row: the slots that the last token of each
             request attended to, then -1, as a further step of the draft would reuse them instead of selecting anew.
 
     Raises:
-        InputError: for the backend ``full``, or breaks without a selection that is one.
+        InputError: for a selection that is recorded, or as ``DsaPrefillRunner``.
         ModelError: if the layer is bound to no target.
     """
 
@@ -90,23 +71,20 @@ class DraftExtendRunner(PrefillRunner):
         buckets: Sequence[int],
         options: Options,
         *,
-        breaks: Breaks = Breaks(),  # noqa: B008 - frozen
-        warmup_length: int = WARMUP_LENGTH,
+        parts: Parts,
+        **sizes: Any,
     ) -> None:
-        if options.backend == "full" or not breaks.select:
+        if parts.select is None:
             raise InputError(
-                f"a draft extend with backend {options.backend!r} and {breaks} would select for the requests of its "
-                "capture; give 'breakable' or 'eager', and breaks with select"
+                "an extend without breaks would publish the seed of its capture; give parts with a selection that is "
+                "a break, as gates() makes them"
             )
-        self.layer, self.breaks, device = layer, breaks, kv.device
-        self._nothing = KeyRanges.of((), kv.full), LiveEnds.of((), device)
-        self.keys, self.last = LiveKeys(self._nothing[0]), LiveEnds.of((), device)
+        self.layer = layer
         columns = min(layer.config.index_topk, len(kv.context_positions))
-        self.seed = torch.full((len(kv.full.page_table), columns), -1, device=device, dtype=torch.int32)
+        self.seed = torch.full((len(kv.full.page_table), columns), -1, device=kv.device, dtype=torch.int32)
         refusal = little_memory(free_memory(group.device)) or options.refusal
-        super().__init__(
-            layer.target, kv, group, buckets, replace(options, refusal=refusal), warmup_length=warmup_length
-        )
+        options = replace(options, refusal=refusal)
+        super().__init__(layer.target, kv, group, buckets, options, parts=parts, **sizes)
 
     def watched(self) -> dict[str, nn.Module | Getter]:
         """See ``PrefillRunner``: the layer, what it borrows of the target, its cache and the seed."""
@@ -133,21 +111,11 @@ class DraftExtendRunner(PrefillRunner):
         Returns:
             [tokens, hidden_size], normed; the last of a request predicts the token after the one that follows it.
         """
-        attend = SparseAttention(
-            self.kv, out_slots=inputs["out_slots"], keys=self.keys, breaks=self.breaks,
-            index_topk=self.layer.config.index_topk,
-        )  # fmt: skip
+        size = len(inputs["out_slots"])
+        attend = self._sparse(inputs["out_slots"], self.keys, self.parts_at(size).breaks)
         hidden: Tensor = self.layer(inputs["input_ids"], inputs["hidden"], inputs["positions"], attend)
-        _publish_seed(attend.selected, self.seed, last=self.last)
+        _publish_seed(attend.selected, self.seed, live=self.live)
         return hidden
-
-    def set_live(self, live: Sequence[Span] | None) -> None:
-        """See ``PrefillRunner``; the breaks read the keys and the last tokens of this step."""
-        super().set_live(live)
-        keys, last = self._nothing
-        if live:
-            keys, last = KeyRanges.of(live, self.kv.full), LiveEnds.of(live, self.kv.device)
-        self.keys.ranges, self.last.rows, self.last.ends = keys, last.rows, last.ends
 
     def vary(self, views: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """See ``PrefillRunner``; with other hidden states."""
@@ -156,12 +124,19 @@ class DraftExtendRunner(PrefillRunner):
         hidden.copy_(drawn)
         super().vary(views, generator)
 
+    def coverages(self) -> dict[str, Coverage]:
+        """See ``Runner``: of the extend alone, as its parts are none of the prefill's."""
+        return {self.technique: self.coverage()}
+
     def drafts(self, hidden: Tensor, spans: Sequence[Span], which: Sequence[int] | None = None) -> Tensor:
         """What each request is drafted: [spans asked for] int64; arguments as those of ``last_logits``."""
         return self.last_logits(hidden, spans, which).argmax(-1)
 
 
 @eager_break
-def _publish_seed(selected: Tensor, seed: Tensor, *, last: LiveEnds) -> None:
+def _publish_seed(selected: Tensor, seed: Tensor, *, live: LiveSpans) -> None:
     """Hands on what the last token of each live request attends to."""
-    seed.index_copy_(0, last.rows, selected.index_select(0, last.ends))
+    ends = [end - 1 for end in accumulate(span.length for span in live.spans)]
+    packed = np.array([[span.row for span in live.spans], ends], dtype=np.int64)
+    rows, last = torch.from_numpy(packed).to(seed.device, non_blocking=True)
+    seed.index_copy_(0, rows, selected.index_select(0, last))

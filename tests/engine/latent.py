@@ -20,24 +20,14 @@ from cglab.models.sparse import Breaks, LiveKeys, SparseAttention
 from cglab.runners.base import GraphGroup
 from cglab.runners.decode import DecodeRunner
 from cglab.runners.draft_extend import DraftExtendRunner
-from cglab.runners.prefill import PrefillRunner
+from cglab.runners.dsa_policy import gates
+from cglab.runners.dsa_prefill import DsaPrefillRunner
 from cglab.runners.verify import VerifyRunner
 from tests.models.latent import TINY
 from tests.runners.extends import nextn_layer
 
 TARGET = replace(TINY, num_layers=2, shared_layers=(), max_position=64)
 ONE = Speculation(steps=1)
-
-
-class SparsePrefill(PrefillRunner):
-    """Prefill of a sparse target, scores and top-k its only break."""
-
-    def attend(self, inputs):
-        keys = LiveKeys(KeyRanges.of(self.live.spans, self.kv.full))
-        topk = self.model.config.index_topk
-        return SparseAttention(
-            self.kv, out_slots=inputs["out_slots"], keys=keys, breaks=Breaks(), index_topk=topk
-        )
 
 
 class Foretelling(NextNDrafter):
@@ -66,11 +56,13 @@ class Phases:
         tokens = sorted({*buckets, *(2 * size for size in buckets), 16})
         self.made = {
             "decode": DecodeRunner(model, kv, group, buckets, options),
-            "prefill": SparsePrefill(model, kv, group, tokens, replace(sparse, backend="eager")),
+            "prefill": DsaPrefillRunner(model, kv, group, tokens, sparse, parts=gates()),
         }
         if layer is not None:
             self.made["verify"] = VerifyRunner(model, kv, group, buckets, options, width=2, steps=1)
-            self.made["draft_extend"] = DraftExtendRunner(layer, draft_kv, group, tokens, sparse)
+            self.made["draft_extend"] = DraftExtendRunner(
+                layer, draft_kv, group, tokens, sparse, parts=gates()
+            )
         for runner in self.made.values():
             runner.capture()  # each bucket on its first use
 

@@ -15,12 +15,12 @@ from cglab.models.sparse import Breaks, LiveKeys, SparseAttention
 from cglab.runners import draft_extend
 from cglab.runners.block_draft import LEAST_FREE
 from cglab.runners.draft_extend import DraftExtendRunner
-from tests.models.latent import ARMS
 
 from .extends import ExtendWorld
+from .test_dsa_prefill import ARMS
 
 BUCKETS = (2, 4, 8, 16)
-BROKEN = {name: breaks for name, breaks in ARMS.items() if breaks.select}
+BROKEN = {name: parts for name, parts in ARMS.items() if parts.select}
 arms = pytest.mark.parametrize("arm", BROKEN)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
@@ -30,8 +30,9 @@ def make(device):
     """Makes worlds and closes them."""
     made = []
 
-    def make(backend="breakable", buckets=BUCKETS, *, arm="T8 and T9", **options):
-        made.append(ExtendWorld(device, backend, buckets, settings={"breaks": ARMS[arm]}, **options))
+    def make(backend="breakable", buckets=BUCKETS, *, arm="T8 and T9", floor=0, **options):
+        about = {"parts": ARMS[arm], "floor": floor}
+        made.append(ExtendWorld(device, backend, buckets, settings=about, **options))
         made[-1].runner.capture()
         return made[-1]
 
@@ -190,8 +191,21 @@ def test_p71_without_memory_for_a_capture_the_extend_runs_eager_and_says_so(make
     assert one.runner.coverage().last_facts == {Reason.LITTLE_MEMORY.name: "0.50 GiB free, 1 wanted"}
 
 
-@pytest.mark.parametrize(("backend", "arm"), [("full", "T8 and T9"), ("breakable", "T9b")])
-def test_p37_an_extend_whose_selection_is_recorded_is_refused(make, backend, arm):
+@pytest.mark.parametrize(
+    ("backend", "arm", "told"),
+    [
+        ("full", "T8 and T9", "backend full would record a selection"),
+        ("breakable", "T9b", "publish the seed of its"),
+    ],
+)
+def test_p37_an_extend_whose_selection_is_recorded_is_refused(make, backend, arm, told):
     one = make("eager")
-    with pytest.raises(InputError, match="would select for the requests of its capture"):
-        DraftExtendRunner(one.layer, one.draft_kv, one.group, (4,), Options(backend), breaks=ARMS[arm])
+    with pytest.raises(InputError, match=told):
+        DraftExtendRunner(one.layer, one.draft_kv, one.group, (4,), Options(backend), parts=ARMS[arm])
+
+
+def test_p81_below_the_floor_all_parts_stay_breaks(make):
+    one = make(floor=8)
+    assert all(check(one, [(1, 0, n)]).isfinite().all() for n in (3, 7, 12))
+    attends = [sum("_attend" in line for line in one.runner.captured.inspect(size)) for size in (4, 8, 16)]
+    assert attends == [1, 0, 0]
