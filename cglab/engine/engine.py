@@ -11,16 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from cglab.engine.batches import Batch, DecodeBatch, PrefillBatch, SchedulerOptions
 from cglab.engine.cache import layout_of
-from cglab.engine.generation import Generation, StepRecord, limits_of, timings_of
+from cglab.engine.generation import Generation, StepRecord, requests_of, timings_of
+from cglab.engine.host_tier import HostTier
 from cglab.engine.inputs import next_tokens, spans_of, step_inputs, write_page_tables
-from cglab.engine.phases import Phases
+from cglab.engine.phases import Forward, Phases
 from cglab.engine.requests import GREEDY, Event, Request, Sampling, check_request, listed
 from cglab.engine.scheduler import Scheduler
 from cglab.engine.segments import ForwardSegments
@@ -34,20 +34,6 @@ from cglab.models.kv import PagedKV
 from cglab.runners.base import Runner, coverages
 
 
-class Forward(NamedTuple):
-    """What a batch came to; all of it may be overwritten by the next step.
-
-    Attributes:
-        tokens: [chunks] int64, the next token of every chunk that reaches its request's end.
-        logits: [chunks, vocabulary], what it was chosen from.
-        hidden: [tokens, hidden_size], normed, of a prefill; None of a decode step.
-    """
-
-    tokens: Tensor
-    logits: Tensor
-    hidden: Tensor | None = None
-
-
 class Engine:
     """Runs requests of one model over one cache.
 
@@ -57,10 +43,14 @@ class Engine:
         phases: runners over both.
         options: the scheduler's.
         speculator: decodes by drafting and verifying; None decodes token by token.
+        host: memory of the host for prefixes that leave the cache; None forgets them.
 
     Attributes:
         scheduler: who waits, runs, and holds which pages.
         segments: device time of every forward, for forward occupancy.
+
+    Raises:
+        InputError: for host memory where no prefix is kept.
     """
 
     def __init__(
@@ -70,12 +60,19 @@ class Engine:
         phases: Phases,
         options: SchedulerOptions,
         speculator: Speculator | None = None,
+        host: HostTier | None = None,
     ) -> None:
         self.model, self.kv, self.phases, self.speculator = model, kv, phases, speculator
+        self.host = host
         self.max_context = min(len(kv.context_positions), model.config.max_position)
         lookahead = speculator.speculation.lookahead if speculator else 0
         overlap = speculator.drafter.overlap if speculator else 0
-        self.scheduler = Scheduler(layout_of(kv, self.max_context, lookahead, overlap), options)
+        layout = layout_of(kv, self.max_context, lookahead, overlap)
+        self.scheduler = Scheduler(layout, options, host.books if host else None)
+        if host and self.scheduler.prefix_reuse_reason:
+            raise InputError(
+                f"host memory is for prefixes, and none is kept: {self.scheduler.prefix_reuse_reason}; do without it"
+            )
         self.now: Callable[[], float] = time.perf_counter
         self.segments = ForwardSegments(clock_for(kv.device), now=self.now)
         self._weights = KnownWeights(model)
@@ -148,9 +145,33 @@ class Engine:
             self._watchers = [watcher for watcher in self._watchers if watcher is not steps]
 
     def flush_cache(self) -> None:
-        """Forgets the prefixes of requests that have ended."""
-        pages = self.scheduler.memory.pages
-        pages.evict(pages.cached)
+        """Forgets the prefixes of requests that have ended, in host memory too."""
+        self.scheduler.memory.pages.forget()
+
+    def plan(self) -> Batch | None:
+        """Decides what runs next, and copies what that moves between the device and host memory.
+
+        Returns:
+            As ``Scheduler.plan``.
+
+        Raises:
+            Exception: what a copy raised; the batch has failed then, and no prefix is left.
+        """
+        batch = self.scheduler.plan(self.now())
+        if self.host is not None:
+            try:
+                self.host.move()
+            except BaseException:
+                self._fail(batch)
+                raise
+        return batch
+
+    def _fail(self, batch: Batch | None) -> None:
+        """Ends a batch; what should have come back from host memory for it may not have come."""
+        if batch is not None:
+            self._ended += self.scheduler.fail(batch, self.now())
+        if self.host is not None:
+            self.flush_cache()
 
     def step(self) -> list[Event]:
         """Computes one batch.
@@ -162,12 +183,12 @@ class Engine:
             Exception: what the batch raised; its requests have ended as "error" then, the others go on.
         """
         started = self.now()
-        batch = self.scheduler.plan(started)
+        batch = self.plan()
         if batch is not None:
             try:
                 tokens = self.compute(batch)
             except BaseException:
-                self._ended += self.scheduler.fail(batch, self.now())
+                self._fail(batch)
                 raise
             now = self.now()
             kind = "decode" if isinstance(batch, DecodeBatch) else "prefill"
@@ -253,13 +274,7 @@ class Engine:
         Raises:
             InputError: for requests that can never run.
         """
-        limits = limits_of(max_new_tokens, len(prompts))
-        requests = [
-            Request(
-                i, list(prompt), limit, Sampling(sampling.temperature, sampling.seed + i), frozenset(stops)
-            )
-            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-        ]
+        requests = requests_of(prompts, max_new_tokens, sampling, stops)
         runners: dict[str, Runner[Any]] = {"prefill": self.phases.prefill()}
         if self.speculator:
             runners |= self.speculator.runners

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cglab.engine.allocator import FreeList
+from cglab.engine.host_pages import HostPages
 from cglab.engine.pages import ROOT, PageStore
 from cglab.engine.requests import Request
 from cglab.errors import AccountingError, InputError
@@ -166,16 +167,19 @@ class RequestMemory:
         layout: sizes of the cache.
         chunk: most tokens of a request that are computed in one step.
         prefix_reuse: full pages are published for later requests.
+        host: where these go when they are evicted; None forgets them.
 
     Raises:
         InputError: if the window pool cannot hold a window and a chunk of one request.
     """
 
-    def __init__(self, layout: CacheLayout, chunk: int, *, prefix_reuse: bool) -> None:
+    def __init__(
+        self, layout: CacheLayout, chunk: int, *, prefix_reuse: bool, host: HostPages | None = None
+    ) -> None:
         self.layout, self.prefix_reuse = layout, prefix_reuse
         self.chunk = max(chunk, 1 + layout.lookahead)
         self.rows = FreeList(layout.rows, "request rows", layout.lane)
-        self.pages = PageStore(layout.pages, layout.page_size, layout.lane, layout.overlap)
+        self.pages = PageStore(layout.pages, layout.page_size, layout.lane, layout.overlap, host)
         self.window_pages = FreeList(max(layout.window_pages, 1), "window pages", layout.lane)
         needed = layout.most_window_pages(layout.room + layout.lookahead, self.chunk)
         if needed > self.window_pages.total:
@@ -205,8 +209,12 @@ class RequestMemory:
             self.pages.release(known)
             return False
         (request.row,) = self.rows.take()
-        request.pages = known + self.pages.take(needed)
-        request.computed = request.reused = len(known) * self.layout.page_size
+        beyond = self.pages.match_host(before, known) if self.prefix_reuse else []
+        request.pages = (
+            known + self.pages.take_back(beyond, before, known) + self.pages.take(needed - len(beyond))
+        )
+        request.computed = request.reused = (len(known) + len(beyond)) * self.layout.page_size
+        request.restored = len(beyond) * self.layout.page_size
         request.dirty = True
         return True
 

@@ -130,7 +130,7 @@ def steady_decode(
 
 def _skip(engine: Engine) -> None:
     """Plans a batch and books it as computed, with token 0."""
-    if (planned := engine.scheduler.plan(engine.now())) is not None:
+    if (planned := engine.plan()) is not None:
         ends = sum(chunk.last for chunk in planned.chunks)
         engine.scheduler.commit(planned, [[0]] * ends, engine.now())
 
@@ -191,7 +191,7 @@ def _require_idle(engine: Engine) -> None:
 
 def _planned(engine: Engine) -> tuple[Chunk, ...]:
     """The next batch's chunks, with their page tables on the device; it stays in flight."""
-    batch = engine.scheduler.plan(engine.now())
+    batch = engine.plan()
     if batch is None:
         return ()
     write_page_tables(engine.kv, batch.requests)

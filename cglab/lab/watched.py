@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cglab.engine.acceptance import AcceptLengths
 from cglab.engine.batches import Batch, DecodeBatch
-from cglab.engine.engine import Engine, Forward
+from cglab.engine.engine import Engine
+from cglab.engine.phases import Forward
 from cglab.engine.requests import Request
 from cglab.engine.segments import ForwardSegments
 from cglab.engine.speculator import Speculator

@@ -6,6 +6,7 @@ import torch
 
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.engine import Engine
+from cglab.engine.host_tier import HostTier
 from cglab.engine.nextn_drafter import NextNDrafter
 from cglab.engine.proposals import Proposal
 from cglab.engine.speculation import Speculation
@@ -100,8 +101,11 @@ class NextNBench:
             cache[:, kv.page_size :] = float("nan")
         return kv, draft_kv
 
-    def engine(self, speculation=None, *, backend="eager", draft=None, budget=16, **policy):
-        """An engine on a cache of its own; ``draft`` is the outputs of a ``Foretelling`` and when it is right."""
+    def engine(self, speculation=None, *, backend="eager", draft=None, budget=16, host=0, **policy):
+        """An engine on a cache of its own; ``draft`` is the outputs of a ``Foretelling`` and when it is right.
+
+        ``host`` are pages of host memory.
+        """
         (kv, draft_kv), group = self.cache(), GraphGroup(self.device)
         layer = self.layer if speculation else None
         phases = Phases(
@@ -109,12 +113,13 @@ class NextNBench:
         )
         self.made += [phases, group]
         options = SchedulerOptions(budget, **policy)
+        caches = [kv, draft_kv] if speculation else [kv]
+        tier = HostTier(caches, group, host) if host else None
         if speculation is None:
-            return Engine(self.target, kv, phases, options)
+            return Engine(self.target, kv, phases, options, host=tier)
         drafter = (Foretelling if draft else NextNDrafter)(self.layer, kv, phases, speculation)
-        engine = Engine(
-            self.target, kv, phases, options, Speculator(self.target, drafter, kv, phases, speculation)
-        )
+        speculator = Speculator(self.target, drafter, kv, phases, speculation)
+        engine = Engine(self.target, kv, phases, options, speculator, tier)
         engine.draft_kv = draft_kv
         if draft:
             drafter.engine, (drafter.outputs, drafter.right) = engine, draft
