@@ -55,23 +55,27 @@ class BucketFloor:
         )
 
 
-def bucket_floor(lab: Lab, arm: SparseArm = ARMS[2], *, cached: int = 0) -> BucketFloor:
+def bucket_floor(
+    lab: Lab, arm: SparseArm = ARMS[2], *, cached: int = 0, largest: int | None = None
+) -> BucketFloor:
     """Sweeps every live size of every bucket of a lab.
 
     Args:
         lab: of a model with latent attention, with no requests in flight.
         arm: whose recorded parts are compared with breaks.
-        cached: tokens of the request that are in the cache before.
+        cached: tokens of the request that are in the cache before, in whole pages.
+        largest: buckets above it are left out; None sweeps all.
     """
+    buckets = [size for size in lab.prefill_buckets if largest is None or size <= largest]
     made = [
         each.make(
-            lab.model, lab.engine.kv, lab.group, lab.prefill_buckets, Options(lazy=True, self_check=False), floor=0
+            lab.model, lab.engine.kv, lab.group, buckets, Options(lazy=True, self_check=False), floor=0
         )
         for each in (ARMS[0], arm)
     ]  # fmt: skip
     differing: dict[int, tuple[int, ...]] = {}
     try:
-        for live in range(1, min(lab.prefill_buckets[-1], lab.max_context - cached - 1) + 1):
+        for live in range(1, min(buckets[-1], lab.max_context - cached - 1) + 1):
             size = made[0].captured.pad(live)
             if not isinstance(size, int):
                 continue
@@ -82,7 +86,7 @@ def bucket_floor(lab: Lab, arm: SparseArm = ARMS[2], *, cached: int = 0) -> Buck
     finally:
         for runner in made:
             runner.close()
-    return BucketFloor(arm.name, tuple(lab.prefill_buckets), differing, kernel_rows(lab.device))
+    return BucketFloor(arm.name, tuple(buckets), differing, kernel_rows(lab.device))
 
 
 def _outcome(runner: DsaPrefillRunner, step: PrefillStep, size: int) -> list[Tensor]:

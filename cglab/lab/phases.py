@@ -14,7 +14,7 @@ from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.lab.draft_round import BlockRound, Round, SeedRound
 from cglab.lab.drafting import Drafting
-from cglab.lab.sparse_prefill import SparseArm
+from cglab.lab.sparse_prefill import SparseArm, require_latent
 from cglab.lab.techniques import SPARSE, Captures, technique
 from cglab.models.decoder import Decoder
 from cglab.models.draft_cache import Feeder
@@ -68,6 +68,9 @@ class LabPhases:
         options: padding and the rest; the backend is the toggle's.
         drafting: the draft model, where there is one.
         bucket_floor: smallest prefill bucket in which sparse attention is recorded; None for S3's rule.
+
+    Attributes:
+        max_cached: of a full sparse prefill, see ``SparseArm``.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class LabPhases:
         self.model, self.kv, self.group, self.captures = model, kv, group, captures
         self.buckets, self.prefill_buckets, self.options = buckets, prefill_buckets, options
         self.drafting, self.bucket_floor = drafting, bucket_floor
+        self.max_cached: int | None = None
         self._made: dict[str, dict[str, Runner[Any]]] = {}
         self._closed = False
 
@@ -106,7 +110,8 @@ class LabPhases:
         name, options = mode, self._options(mode)
         make: Callable[..., PrefillRunner] = partial(PrefillRunner, feeder=self._feeder)
         if isinstance(self.model.config, DsaConfig):
-            arm = SparseArm(mode, *(self._mode(each, parts.get(each)) for each in SPARSE))
+            attention, preparation = (self._mode(each, parts.get(each)) for each in SPARSE)
+            arm = SparseArm(mode, attention, preparation, self.max_cached)
             name, make = arm.name, partial(arm.make, floor=self.bucket_floor)
         make = partial(make, self.model, self.kv, self.group, self.prefill_buckets)
         return self._runner("prefill", name, make, replace(options, lazy=True))
@@ -223,13 +228,9 @@ class LabPhases:
             "decode": self.decode, "prefill": self.prefill, "verify": self.verify, "draft_loop": self.draft_loop,
             "draft_sampler": self.block_draft,
         }  # fmt: skip
-        if name in SPARSE and isinstance(self.model.config, DsaConfig):
-            return self.prefill(**{} if mode is None else {name: mode})
         if name in SPARSE:
-            raise ToggleError(
-                f"{name} needs latent attention, and {self.model.config.architecture} has none; open another model, "
-                'such as cglab.open("dsa-tiny")'
-            )
+            require_latent(self.model.config, name)
+            return self.prefill(**{} if mode is None else {name: mode})
         if name not in made:
             raise ToggleError(
                 f"{name} has no runner in a lab of one process: its stages are processes; run cglab bench pipeline. "

@@ -14,13 +14,12 @@ from typing import Final
 import torch
 
 from cglab.engine.requests import Request
-from cglab.errors import ToggleError
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.out_forms import same_bits
 from cglab.lab.facade import Lab
-from cglab.lab.sparse_prefill import SparseArm
+from cglab.lab.sparse_prefill import SparseArm, require_latent
+from cglab.lab.techniques import SPARSE
 from cglab.lab.watched import Watched, WatchedEngine
-from cglab.models.dsa_config import DsaConfig
 
 ARMS: Final = (
     SparseArm("breakable", attention="eager", preparation="eager"),
@@ -69,7 +68,8 @@ def mixed_prompts(lab: Lab, *, seed: int = 0) -> list[list[list[int]]]:
     """
     generator = torch.Generator().manual_seed(seed)
     context, budget = lab.max_context - NEW_TOKENS, lab.engine.scheduler.options.token_budget
-    edges = {edge + more for edge in (*lab.prefill_buckets, _topk(lab)) for more in (-1, 0, 1)}
+    topk = require_latent(lab.config, "an arm of sparse prefill").index_topk
+    edges = {edge + more for edge in (*lab.prefill_buckets, topk) for more in (-1, 0, 1)}
 
     def draw(length: int) -> list[int]:
         return torch.randint(0, lab.config.vocab_size, (length,), generator=generator).tolist()
@@ -119,18 +119,23 @@ def check_arms(lab: Lab, arms: Sequence[SparseArm] = ARMS, *, seed: int = 0) -> 
     return verdicts
 
 
+def choose(lab: Lab, arm: SparseArm) -> None:
+    """Sets the lab's toggles, and the extent of a full prefill, to the arm's."""
+    lab.captures.prefill = arm.prefill
+    lab.captures.dsa_attention, lab.captures.dsa_indexer_prep = arm.attention, arm.preparation
+    lab.phases.max_cached = arm.max_cached
+
+
 @contextmanager
 def toggled(lab: Lab, arm: SparseArm) -> Iterator[None]:
     """Within, the lab's toggles are the arm's."""
-    toggles = {"prefill": arm.prefill, "dsa_attention": arm.attention, "dsa_indexer_prep": arm.preparation}
-    kept = {name: getattr(lab.captures, name) for name in toggles}
+    prefill, attention, preparation = (getattr(lab.captures, name) for name in ("prefill", *SPARSE))
+    kept = SparseArm(prefill, attention, preparation, lab.phases.max_cached)
     try:
-        for name, value in toggles.items():
-            setattr(lab.captures, name, value)
+        choose(lab, arm)
         yield
     finally:
-        for name, value in kept.items():
-            setattr(lab.captures, name, value)
+        choose(lab, kept)
 
 
 def _served(lab: Lab, rounds: Sequence[Sequence[Sequence[int]]]) -> Watched:
@@ -142,11 +147,3 @@ def _served(lab: Lab, rounds: Sequence[Sequence[Sequence[int]]]) -> Watched:
             engine.stream([Request(first + i, list(prompt), NEW_TOKENS) for i, prompt in enumerate(prompts)])
         )
     return found
-
-
-def _topk(lab: Lab) -> int:
-    if not isinstance(lab.config, DsaConfig):
-        raise ToggleError(
-            f"{lab.name} has no latent attention, whose arms these are; open dsa-tiny or dsa-24"
-        )
-    return lab.config.index_topk

@@ -8,8 +8,11 @@ from typing import Any, Final
 
 import torch
 
+from cglab.errors import ToggleError
 from cglab.graphs.options import Options
+from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
+from cglab.models.dsa_config import DsaConfig
 from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup
 from cglab.runners.dsa_policy import Parts, floor_by_rule, gates
@@ -27,6 +30,20 @@ def kernel_rows(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
 
 
+def require_latent(config: ModelConfig, what: str) -> DsaConfig:
+    """The shape of a model with latent attention.
+
+    Raises:
+        ToggleError: for any other, which has nothing of what is asked for.
+    """
+    if not isinstance(config, DsaConfig):
+        raise ToggleError(
+            f"{what} needs latent attention, and {config.architecture} has none; open another model, such as "
+            'cglab.open("dsa-tiny")'
+        )
+    return config
+
+
 @dataclass(frozen=True, slots=True)
 class SparseArm:
     """What the toggles say of a sparse prefill.
@@ -35,19 +52,22 @@ class SparseArm:
         prefill: ``full`` leaves no break (T9b), where attention and preparation are recorded too.
         attention: ``graph`` or ``eager`` (T8).
         preparation: ``graph`` or ``eager`` (T9).
+        max_cached: cached tokens that a full recording has room for; None for as many as the largest bucket has.
     """
 
     prefill: str
     attention: str = "graph"
     preparation: str = "graph"
+    max_cached: int | None = None
 
     @property
     def name(self) -> str:
         """What coverage and memory call it: the mode, and what is not as it is by default."""
         toggles = {"dsa_attention": self.attention, "dsa_indexer_prep": self.preparation}
-        return ", ".join(
-            (self.prefill, *(f"{name} {value}" for name, value in toggles.items() if value != "graph"))
-        )
+        told = [f"{name} {value}" for name, value in toggles.items() if value != "graph"]
+        if self.prefill == "full" and self.max_cached is not None:
+            told.append(f"room for {self.max_cached} cached")
+        return ", ".join((self.prefill, *told))
 
     @property
     def parts(self) -> Parts:
@@ -84,4 +104,14 @@ class SparseArm:
         options = replace(options, backend="eager" if self.prefill == "eager" else "breakable")
         if floor is None:
             floor = floor_by_rule(buckets, kernel_rows(group.device))
-        return DsaPrefillRunner(model, kv, group, buckets, options, parts=self.parts, floor=floor, **sizes)
+        return DsaPrefillRunner(
+            model,
+            kv,
+            group,
+            buckets,
+            options,
+            parts=self.parts,
+            floor=floor,
+            max_cached=self.max_cached,
+            **sizes,
+        )

@@ -100,5 +100,5 @@ def test_a_model_of_another_kind_has_no_arms():
     with cglab.open("pico-gqa", device="cpu", max_batch=2, max_context=32) as one:
         with pytest.raises(ToggleError, match="has none; open another model"):
             one.runner("graph", "dsa_attention")
-        with pytest.raises(ToggleError, match="whose arms these are"):
+        with pytest.raises(ToggleError, match="an arm of sparse prefill needs"):
             check_arms(one)
