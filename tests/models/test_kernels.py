@@ -114,9 +114,10 @@ TREE = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 
 
 @pytest.mark.parametrize("parts", [1, 5])
 @pytest.mark.parametrize("window", [None, 7])
-def test_paged_attention_of_a_tree_sees_the_way_to_the_root(parts, window):
+@pytest.mark.parametrize("heads", [6, 14])  # one program for a key head, and three
+def test_paged_attention_of_a_tree_sees_the_way_to_the_root(parts, window, heads):
     torch.manual_seed(0)
-    heads, kv_heads, dim, page_size, pages, width = 6, 2, 20, 4, 50, 5
+    kv_heads, dim, page_size, pages, width = 2, 20, 4, 50, 5
     keys = random((3 * pages + 1) * page_size, kv_heads, dim)
     values = torch.randn_like(keys)
     table = torch.randperm(3 * pages, device=DEVICE).view(3, pages) + 1
