@@ -20,6 +20,7 @@ from pico_continuations import CONTINUED
 from torch import Tensor
 
 from cglab.models.block_draft import BlockDraft, BlockDraftConfig
+from cglab.models.decoder import Decoder
 
 SHAPE = BlockDraftConfig(
     vocab_size=4096,
@@ -72,7 +73,20 @@ def reach_weights(entropy: Tensor, counted: Tensor, smoothing: float) -> Tensor:
     return reached.flip(-1).cumsum(-1).flip(-1)
 
 
-def block_loss(draft: BlockDraft, texts: BlockTexts, anchors: Tensor, smoothing: float) -> Tensor:
+def likely_tokens(texts: BlockTexts, target: Decoder, place: Tensor) -> Tensor:
+    """The target's distribution of the tokens at ``place`` [texts, ...] of texts: [tokens, vocab_size] float32.
+
+    Read off the last of the layers that the draft sees, which is why that must be the target's last one.
+    """
+    last = texts.features[..., -target.config.hidden_size :]
+    rows = torch.arange(len(last), device=place.device).unsqueeze(1)
+    before = last[rows, place.flatten(1) - 1].flatten(0, 1)
+    return target.logits(target.norm(before)).float().softmax(-1)
+
+
+def block_loss(
+    draft: BlockDraft, texts: BlockTexts, anchors: Tensor, smoothing: float, softness: float = 0.0
+) -> Tensor:
     """The loss of blocks at these positions.
 
     Args:
@@ -80,20 +94,25 @@ def block_loss(draft: BlockDraft, texts: BlockTexts, anchors: Tensor, smoothing:
         texts: what the target made of prompts and continuations.
         anchors: [texts, blocks] int64, as ``draft_blocks`` takes them.
         smoothing: see ``reach_weights``.
+        softness: from 0, cross-entropy to the target's own tokens, to 1, to its distribution after those before.
 
     Returns:
-        Cross-entropy to the target's continuation in nats, weighted, the sum of a block; a scalar, the mean.
+        Cross-entropy in nats, weighted, the sum of a block; a scalar, the mean.
     """
     ahead = torch.arange(1, draft.config.block_size, device=anchors.device)
     place = anchors.unsqueeze(-1) + 1 + ahead  # [texts, blocks, block_size - 1]
     counted = place < texts.counted[:, None, None]
     within = place.clamp(max=texts.tokens.shape[1] - 1)
-    wanted = texts.tokens.gather(1, within.flatten(1))
+    wanted = texts.tokens.gather(1, within.flatten(1)).flatten()
     hidden = draft_blocks(draft, texts, anchors)[..., 1:, :]
     logits = draft.target.logits(hidden.flatten(0, -2)).float()
-    entropy = F.cross_entropy(logits, wanted.flatten(), reduction="none").view_as(place)
-    weights = reach_weights(entropy.detach(), counted, smoothing)
-    return (entropy * weights).sum() / anchors.numel()
+    entropy = F.cross_entropy(logits, wanted, reduction="none")
+    weights = reach_weights(entropy.detach().view_as(place), counted, smoothing)
+    if softness:
+        with torch.no_grad():
+            likely = likely_tokens(texts, draft.target, within)
+        entropy = entropy.lerp(F.cross_entropy(logits, likely, reduction="none"), softness)
+    return (entropy.view_as(place) * weights).sum() / anchors.numel()
 
 
 def main() -> None:
@@ -104,6 +123,9 @@ def main() -> None:
     parser.add_argument(
         "--smoothing", type=float, default=0.5, help="of the weights of the tokens of a block"
     )
+    parser.add_argument(
+        "--softness", type=float, default=0.5, help="share of the target's distribution in the loss"
+    )
     options = parser.parse_args()
     shape = replace(SHAPE, num_layers=options.layers)
     draft = BlockDraft(shape, device=options.device, dtype=torch.float32)
@@ -112,9 +134,10 @@ def main() -> None:
         # A batch of short texts has few blocks, as it would have few passes: it counts that much less.
         anchors = anchors_every(texts, options.stride)
         share = anchors.shape[1] * options.stride / CONTINUED
-        return share * block_loss(draft, texts, anchors, options.smoothing)
+        return share * block_loss(draft, texts, anchors, options.smoothing, options.softness)
 
-    train(draft, loss_of, options, {"stride": options.stride, "smoothing": options.smoothing})
+    facts = {"stride": options.stride, "smoothing": options.smoothing, "softness": options.softness}
+    train(draft, loss_of, options, facts)
 
 
 if __name__ == "__main__":

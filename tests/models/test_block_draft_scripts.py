@@ -112,6 +112,18 @@ def test_a_token_weighs_what_the_expected_accept_length_gains_by_it(script, rows
     assert (everywhere.gt(0) == counted).all() and (everywhere.diff(dim=-1) <= 0).all()
 
 
+@torch.no_grad()
+def test_a_soft_label_is_the_targets_distribution_after_the_tokens_before(script, pair):
+    target, draft = pair
+    tokens = torch.randint(1, 300, (2, 20))
+    place = torch.tensor([[[6, 7, 8]], [[17, 18, 19]]])
+    found = script("train_block_draft").likely_tokens(seen(script, draft, tokens), target, place)
+    attention = script("train_pico").causal_attention(20)
+    logits = target.logits(target(tokens.flatten(), torch.arange(20).repeat(2), attention)).view(2, 20, -1)
+    expected = torch.cat((logits[0, 5:8], logits[1, 16:19])).softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_accept_length_is_that_of_drafting_and_checking_token_by_token(script, pair):
     target, draft = pair
     accept, greedy = script("pico_accept"), script("train_pico").continue_greedily
@@ -145,7 +157,7 @@ def test_a_few_steps_of_training_lower_the_loss_and_the_folder_reads_back_to_the
 
     def loss_of(texts):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return training.block_loss(draft, texts, anchors, 0.5)
+            return training.block_loss(draft, texts, anchors, 0.5, softness=0.5)
 
     losses = []
     optimisers = shared.optimisers_of(draft, 1e-2)
