@@ -50,6 +50,14 @@ def test_prompts_come_from_inside_documents(script):
     assert prompts[:, 0].unique().numel() > 30
 
 
+def test_a_strayed_prompt_goes_on_with_the_targets_own_samples_from_its_middle(script, tiny):
+    target, prompts = tiny(), torch.randint(1, 300, (3, 7))
+    strayed = script("pico_continuations").stray(target, prompts, 1.0, seed=3)
+    assert strayed.shape == prompts.shape and torch.equal(strayed[:, :3], prompts[:, :3])
+    sampled = script("pico_continuations").continue_texts(target, prompts[:, :3], 4, temperature=1.0, seed=3)
+    assert torch.equal(strayed[:, 3:], sampled) and not torch.equal(strayed, prompts)
+
+
 def test_training_unrolls_what_a_decode_step_drafts(script, pair, paged):
     """From one position, three steps over the paged cache: the same tokens, scores and hidden states."""
     target, assistant = pair
