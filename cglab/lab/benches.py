@@ -15,6 +15,7 @@ from cglab.lab.capture_bench import capture
 from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.dflash_bench import dflash
+from cglab.lab.dsa_bench import dsa
 from cglab.lab.engines_bench import engines
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
@@ -24,6 +25,7 @@ from cglab.lab.pipeline_bench import pipeline
 from cglab.lab.planner_bench import planner
 from cglab.lab.prefill_bench import prefill
 from cglab.lab.replay_bench import replay
+from cglab.lab.soak_bench import soak
 from cglab.lab.ttft_bench import ttft
 from cglab.measure.record import Record
 
@@ -81,6 +83,10 @@ BENCHES: Mapping[str, Bench] = {
         "loads with block drafts, the sampler untimed, timed and in the graph in turns: occupancy, step time, launches",
         dflash,
     ),
+    "dsa": Bench(
+        "requests on sparse attention by what prefill leaves to breaks, in turns: TTFT, TPOT, E2E, memory, the floor",
+        dsa,
+    ),
     "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
@@ -91,6 +97,7 @@ BENCHES: Mapping[str, Bench] = {
         "held-out prompts drafted and verified in every form, against plain decoding and the three oracles",
         speculation,
     ),
+    "soak": Bench("a fixed sequence of decode steps, many times from the same state: hashes, memory", soak),
     "notebooks": Bench("every notebook under nbval, on the model of CGLAB_MODEL", suites.notebooks),
     "gpu-tests": Bench("the tests that need a CUDA device", suites.gpu_tests),
 }

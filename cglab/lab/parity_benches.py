@@ -9,15 +9,21 @@ from typing import Any
 
 import torch
 
-from cglab.lab.checking import CASES, check_technique
+from cglab.errors import InputError
+from cglab.lab.checking import CASES, check_technique, model_of
 from cglab.lab.recovery import recovery_sweep
 from cglab.lab.request_cases import LOAD, check_requests
 from cglab.lab.speculative_cases import FORMS, check_speculation
 from cglab.lab.step_metrics import Progress, silent
+from cglab.lab.techniques import SPARSE
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.record import Record, make_record, new_run
+from cglab.models.config import ModelConfig
+from cglab.models.loading import find_model
 from cglab.models.ops import good_ops
 
+DRAFTS = ("assistant", "block")
+"""Kinds of draft whose speculation is checked."""
 UNCOUNTED = (
     "Tokens per pass are over all passes, those that only repeat included: bench accept counts by the rule."
 )
@@ -77,13 +83,15 @@ def parity(
         A record for each technique, dtype and form.
     """
     run, cases = new_run(), 20 if quick else cases
-    for name, dtype, form in product(techniques, dtypes, _forms(ops, device)):
+    forms = {name: _forms(ops, device, find_model(model_of(name)).config) for name in techniques}
+    for name, dtype, form in ((n, d, f) for n, d in product(techniques, dtypes) for f in forms[n]):
         progress(f"parity of {name} in {dtype}, {form}")
         count = cases if dtype == torch.float32 else max(cases // 4, 1)
         found = check_technique(name, count, device=device, dtype=dtype, seed=seed, ops=form)
         yield make_record(
-            bench="parity", arm=name, device=device, run=run, model="pico-gqa", weights="trained",
-            dtype=found.dtype, workload={"cases": found.cases, "seed": seed, "ops": form}, metrics=_flat(found),
+            bench="parity", arm=name, device=device, run=run, model=found.model,
+            weights="random" if name in SPARSE else "trained", dtype=found.dtype,
+            workload={"cases": found.cases, "seed": seed, "ops": form}, metrics=_flat(found),
             notes="; ".join(map(str, found.mismatches[:3])),
         )  # fmt: skip
 
@@ -134,6 +142,8 @@ def speculation(
     prompts: int = 20,
     new_tokens: int = 200,
     ops: Sequence[str] | None = None,
+    topk: Sequence[int] = (1, 3),
+    drafts: Sequence[str] = DRAFTS,
 ) -> Iterator[Record]:
     """Held-out prompts drafted and verified, in every form of the steps, against plain decoding and three oracles.
 
@@ -145,13 +155,23 @@ def speculation(
         prompts: how many, all at once.
         new_tokens: of each.
         ops: forms in which the models compute; None for all that the device can use.
+        topk: candidates of a draft's steps, of 1 and 3.
+        drafts: kinds of draft, of ``DRAFTS``; blocks have one candidate alone.
 
     Yields:
         A record for each form, dtype and ops.
+
+    Raises:
+        InputError: if no form is left.
     """
     run = new_run()
     sizes = {"prompts": 5, "new_tokens": 10} if quick else {"prompts": prompts, "new_tokens": new_tokens}
-    forms = [form for form in FORMS if not quick or (form.padding and "eager" not in form)]
+    asked = [form for form in FORMS if form.topk in topk and DRAFTS[form.block] in drafts]
+    if not asked:
+        raise InputError(
+            f"no form has topk in {topk} and drafts in {drafts}; good: 1, 3 and {', '.join(DRAFTS)}"
+        )
+    forms = [form for form in asked if not quick or (form.padding and "eager" not in form)]
     for dtype, used in product(dtypes, _forms(ops, device)):
         checked = check_speculation(device, forms=forms, dtype=dtype, ops=used, progress=progress, **sizes)
         for form, found, accepted in checked:
@@ -164,9 +184,12 @@ def speculation(
             )  # fmt: skip
 
 
-def _forms(ops: Sequence[str] | None, device: torch.device) -> Sequence[str]:
-    """The forms that were asked for, or all that the device can use."""
-    return ops or [name for name, why in good_ops(device).items() if why is None]
+def _forms(
+    ops: Sequence[str] | None, device: torch.device, config: ModelConfig | None = None
+) -> Sequence[str]:
+    """The forms that were asked for, or all that the device can use, those of the model if it is given."""
+    good = [name for name, why in good_ops(device, config).items() if why is None]
+    return good if ops is None else [name for name in ops if config is None or name in good]
 
 
 def _flat(found: TechniqueParity) -> dict[str, Any]:

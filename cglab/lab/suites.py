@@ -15,11 +15,12 @@ from xml.etree import ElementTree
 import torch
 
 from cglab import settings
-from cglab.errors import ResultsError
+from cglab.errors import InputError, ResultsError
 from cglab.measure.record import Record, make_record, new_run
 from cglab.measure.tree import PACKAGE
 
 ROOT = PACKAGE.parent
+FOLDER = ROOT / "notebooks"
 COUNTS = ("tests", "failures", "errors", "skipped")
 
 
@@ -70,20 +71,33 @@ def _record(bench: str, arguments: Sequence[str], device: torch.device) -> list[
 
 
 def notebooks(
-    device: torch.device, *, quick: bool = False, progress: Callable[[str], None] = lambda _: None
+    device: torch.device,
+    *,
+    quick: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+    names: Sequence[str] = (),
 ) -> list[Record]:
-    """Every notebook under nbval, on the model of ``CGLAB_MODEL``.
+    """Notebooks under nbval, on the model of ``CGLAB_MODEL``.
 
     Args:
         device: where they run.
         quick: only the tour.
         progress: called once.
+        names: beginnings of the names of those wanted, such as ``00``; all of them by default.
+
+    Raises:
+        InputError: for a name that no notebook begins with.
     """
+    known = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+    for name in names:
+        if not any(each.startswith(name) for each in known):
+            raise InputError(f"no notebook is called {name}...; good names begin one of {', '.join(known)}")
+    wanted = [name for name in known if not names or name.startswith(tuple(names))]
     progress("notebooks under nbval")
-    path = "notebooks/00_start_here.ipynb" if quick else "notebooks"
+    paths = [f"{FOLDER.name}/{name}" for name in (wanted[:1] if quick else wanted)]
     options = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=300"]
     rules = "--nbval-sanitize-with=tests/notebooks/sanitize.cfg"
-    return _record("notebooks", [path, *options, rules], device)
+    return _record("notebooks", [*paths, *options, rules], device)
 
 
 def gpu_tests(
@@ -100,4 +114,7 @@ def gpu_tests(
     layers = ("graphs",) if quick else ("graphs", "models", "runners", "engine", "measure", "lab")
     # Most of the time goes into starting processes and capturing, so a few workers share a device well.
     workers = ["-n", "6"] if find_spec("xdist") else []
-    return _record("gpu-tests", ["-m", "gpu", *workers, *(f"tests/{layer}" for layer in layers)], device)
+    # By name as they end, so that a run that is cut short has told what failed.
+    return _record(
+        "gpu-tests", ["-v", "-v", "-m", "gpu", *workers, *(f"tests/{layer}" for layer in layers)], device
+    )

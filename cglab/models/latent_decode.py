@@ -63,9 +63,8 @@ class LatentDecode(LatentAttend):
         position = kv.context_positions
         self.columns = min(index_topk, len(position))
         # Beyond its last token a request repeats it: a free page is then not even read.
-        self.slots = kv.full.slots(
-            request_rows, torch.minimum(position, seq_lens.unsqueeze(1) - 1)
-        ).repeat_interleave(width, dim=0)
+        slots = kv.full.slots(request_rows, torch.minimum(position, seq_lens.unsqueeze(1) - 1))
+        self.slots = slots.unsqueeze(1).expand(-1, width, -1).flatten(0, 1)
         last = (seq_lens.unsqueeze(1) - width + position[:width]).flatten()
         self.real = out_slots > 0
         self.seen = (position <= last.unsqueeze(1)) & self.real.unsqueeze(1)

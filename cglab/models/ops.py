@@ -48,23 +48,35 @@ def decode_attention(config: object, form: str) -> Callable[..., Any]:
     return DECODE_ATTENTION[form]
 
 
-def good_ops(device: torch.device) -> dict[str, str | None]:
-    """Every form, with the reason why it cannot be used on a device, or None if it can."""
+def good_ops(device: torch.device, config: object = None) -> dict[str, str | None]:
+    """Every form, with the reason why it cannot be used on a device, or None if it can.
+
+    Args:
+        device: where a model computes.
+        config: its shape; None for any that all forms have.
+    """
     why = None
-    if device.type != "cuda":
+    if isinstance(config, DsaConfig):
+        why = "it has no form for latent attention"
+    elif device.type != "cuda":
         why = "it needs a CUDA device: the tape records uncompiled operations"
     elif find_spec("triton") is None:
         why = "its kernels need Triton, which comes with torch for CUDA"
     return {"portable": None, "compiled": why}
 
 
-def check_ops(name: str | None, device: torch.device) -> str:
+def check_ops(name: str | None, device: torch.device, config: object = None) -> str:
     """The form of this name; None takes the fastest that the device can use.
+
+    Args:
+        name: the form.
+        device: where a model computes.
+        config: its shape; None for any that all forms have.
 
     Raises:
         ToggleError: for an unknown form, or one that the device cannot use.
     """
-    forms = good_ops(device)
+    forms = good_ops(device, config)
     good = [form for form, why in forms.items() if why is None]
     if name is None:
         return good[-1]
