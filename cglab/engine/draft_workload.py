@@ -16,7 +16,7 @@ from cglab.engine.batches import DecodeBatch
 from cglab.engine.drafters import seeded
 from cglab.engine.engine import Engine
 from cglab.engine.speculator import Speculator
-from cglab.engine.workload import DecodeStep, steady_decode
+from cglab.engine.workload import DecodeStep, PrefillStep, steady_decode, steady_prefill
 from cglab.errors import InputError
 
 
@@ -71,6 +71,31 @@ def steady_speculation(
             yield lambda: speculator.step(held, engine.segments)
         finally:
             speculator.accepted = accepted
+
+
+@contextmanager
+def steady_extend(
+    engine: Engine, tokens: int, cached: int = 0, requests: int = 1, *, seed: int = 0
+) -> Iterator[PrefillStep]:
+    """Holds the draft extend that follows a prefill step, over what the target makes of it; eager, once.
+
+    Args:
+        engine: with a NextN layer, and enough free rows and pages.
+        tokens: as ``steady_prefill`` takes them, and so the next two.
+        cached: tokens of each request that are in both caches before.
+        requests: how many share the step.
+        seed: of the prompts.
+
+    Raises:
+        InputError: without a speculator, or as ``steady_prefill``.
+    """
+    _speculator(engine)
+    with steady_prefill(engine, tokens, cached, requests, seed=seed) as step:
+        hidden = engine.phases.prefill().run_live_eager(step.live, **step.inputs)
+        # A row's last token is followed by the next row's first: any token will do, as long as there is one.
+        following = step.inputs["input_ids"].roll(-1)
+        where = {name: step.inputs[name] for name in ("positions", "out_slots")}
+        yield PrefillStep(step.live, {"input_ids": following, "hidden": hidden.clone(), **where})
 
 
 def _speculator(engine: Engine) -> Speculator:

@@ -276,9 +276,9 @@ class Engine:
         """
         requests = requests_of(prompts, max_new_tokens, sampling, stops)
         runners: dict[str, Runner[Any]] = {"prefill": self.phases.prefill()}
-        if self.speculator:
-            runners |= self.speculator.runners
-        else:
+        drafting = self.speculator.runners if self.speculator else {}
+        runners |= drafting
+        if not drafting:
             runners["decode"] = self.phases.decode(sampling=sampling.temperature > 0)
         before = coverages(runners)
         drafted = self.speculator.accepted.copy() if self.speculator else None
@@ -291,8 +291,8 @@ class Engine:
             [r.output for r in requests],
             [r.finish or "length" for r in requests],
             timings_of(requests, steps, started, self.now()),
-            coverage.pop("decode", Coverage()),
-            coverage.pop("prefill"),
+            coverage.get("decode", Coverage()),
+            coverage["prefill"],
             self.speculator.accepted - drafted if self.speculator and drafted else None,
-            coverage,
+            {name: coverage[name] for name in coverages(drafting)},
         )  # fmt: skip

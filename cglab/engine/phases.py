@@ -77,5 +77,5 @@ class NextNPhases(VerifyPhases, Protocol):
         ...
 
 
-class AnyPhases(DraftPhases, BlockPhases, Protocol):
-    """The same with a draft of either kind; what it has not is an error to ask for."""
+class AnyPhases(DraftPhases, BlockPhases, NextNPhases, Protocol):
+    """The same with a draft of any kind; what it has not is an error to ask for."""

@@ -167,7 +167,10 @@ def steady_prefill(
     engine.flush_cache()
     try:
         if cached:
-            list(engine.stream([Request(r.index, r.prompt[:cached], 1) for r in waiting]))
+            known = (
+                cached + engine.scheduler.memory.layout.overlap
+            )  # tokens by which the cached pages are found
+            list(engine.stream([Request(r.index, r.prompt[:known], 1) for r in waiting]))
         for request in waiting:
             engine.submit(request)
         chunks = _planned(engine)
