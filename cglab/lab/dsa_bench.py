@@ -64,6 +64,7 @@ def dsa(
     concurrency: Sequence[int] | None = None,
     new_tokens: int = 64,
     floor_tokens: int = 128,
+    memory: bool = True,
 ) -> Iterator[Record]:
     """Requests on a model with sparse attention, by what its prefill leaves to breaks, in turns.
 
@@ -77,6 +78,7 @@ def dsa(
         concurrency: only those with so many requests in flight.
         new_tokens: of each request; S3's 64, and the record states it.
         floor_tokens: up to which bucket the floor is swept; 0 for no sweep.
+        memory: whether every bucket of every arm is captured once more, for its memory and seconds.
 
     Yields:
         The floor of each arm, a record for each arm of each point, then one for each arm over all of them.
@@ -112,7 +114,7 @@ def dsa(
             for record in _point(lab, point, new_tokens, run):
                 sweep[record.arm].append(record)
                 yield record
-        yield from _swept(lab, sweep, run)
+        yield from _swept(lab, sweep, run, memory=memory)
 
 
 def _floors(lab: Lab, run: str, largest: int, progress: Progress) -> Iterator[Record]:
@@ -136,7 +138,7 @@ def _point(lab: Lab, point: Point, new_tokens: int, run: str) -> Iterator[Record
             for name, arm in NAMES.items()}  # fmt: skip
     with steady_prefill(lab.engine, requests * point.tokens, point.cached, requests) as step:
         alike, breaks = _alike(lab, arms, step)
-        gap = _alone(lab, arms["breaks"], step)
+        alone = {name: _alone(lab, arm, step) for name, arm in arms.items()}
     count = 16 if point.concurrency == 1 else 8 * point.concurrency
     asked = Load(
         count if lab.device.type == "cuda" else 2 * point.concurrency, point.concurrency, point.tokens, new_tokens,
@@ -144,14 +146,15 @@ def _point(lab: Lab, point: Point, new_tokens: int, run: str) -> Iterator[Record
     )  # fmt: skip
     how = {name: partial(choose, lab, arm) for name, arm in arms.items()}
     runs = turns(lab, asked, how)
-    if flagged := any(verdicts(runs, arm).get("ttft_verdict") == "slower" for arm in arms):
+    flagged = any(verdicts(runs, arm).get("ttft_verdict") == "slower" for arm in arms)
+    if flagged and lab.device.type == "cuda":  # the tape has no times to confirm
         runs = turns(lab, asked, how, CONFIRM)
     for name, arm in arms.items():
         yield make_record(
             bench="dsa_prefill", arm=name, device=lab.device, run=run,
             metrics={
-                **figures(runs[name]), **verdicts(runs, name), **gap, "flagged": flagged, "bitwise": alike[name],
-                "breaks": float(breaks[name]),
+                **figures(runs[name]), **verdicts(runs, name), **alone[name], "flagged": flagged,
+                "bitwise": alike[name], "breaks": float(breaks[name]),
                 "cache_gb": sum(cache.nbytes for cache in lab.engine.kv.caches().values()) / 1e9,
             },
             samples=samples(runs[name]),
@@ -186,14 +189,14 @@ def _alike(
 
 
 def _alone(lab: Lab, arm: SparseArm, step: PrefillStep) -> dict[str, float]:
-    """The step by itself with breaks: wall and kernel time, launches, and the gap between these times."""
+    """The step by itself: wall and kernel time, launches, and the gap between these times."""
     choose(lab, arm)
     runner = lab.phases.prefill()
     run = partial(runner.run, step.live, **step.inputs)
     return part_alone("step", run, steps.timed(runner, step, lab.device), lab.device)
 
 
-def _swept(lab: Lab, sweep: Mapping[str, Sequence[Record]], run: str) -> Iterator[Record]:
+def _swept(lab: Lab, sweep: Mapping[str, Sequence[Record]], run: str, *, memory: bool) -> Iterator[Record]:
     """Each arm over all points."""
     for arm, records in sweep.items():
         ratios = [float(record.metrics.get("ttft_ratio") or 1.0) for record in records]
@@ -203,7 +206,7 @@ def _swept(lab: Lab, sweep: Mapping[str, Sequence[Record]], run: str) -> Iterato
                 "points": float(len(records)), "largest_ttft_ratio": max(ratios), "least_ttft_ratio": min(ratios),
                 "bitwise": all(record.metrics["bitwise"] for record in records),
                 "tokens_equal": all(record.metrics.get("tokens_equal", True) for record in records),
-                **captured(lab, NAMES[arm]),
+                **(captured(lab, NAMES[arm]) if memory else {}),
             },
             workload={"grid": [[r.workload[size] for size in ("fresh", "cached", "concurrency")] for r in records]},
             notes=NOT_HERE, **model_facts(lab),
