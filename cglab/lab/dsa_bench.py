@@ -25,14 +25,14 @@ from cglab.graphs.out_forms import same_bits
 from cglab.lab import steps
 from cglab.lab.arm_turns import figures, part_alone, samples, turns, verdicts
 from cglab.lab.bucket_floor import bucket_floor
+from cglab.lab.dsa_sweep import BENCH, captured, swept
 from cglab.lab.facade import Lab
 from cglab.lab.opening import PAGE_SIZE, open_lab
 from cglab.lab.sparse_arms import ARMS, choose
 from cglab.lab.sparse_prefill import SparseArm
-from cglab.lab.step_metrics import Progress, ledger_metrics, model_facts, recorded_steps, silent
+from cglab.lab.step_metrics import Progress, model_facts, recorded_steps, silent
 from cglab.lab.ttft_grid import Point, in_order
 from cglab.measure.record import Record, make_record, new_run
-from cglab.runners.base import GraphGroup
 
 NAMES: Final[Mapping[str, SparseArm]] = MappingProxyType(
     dict(zip(("breaks", "attention", "graph", "whole"), ARMS, strict=True))
@@ -47,10 +47,6 @@ QUICK_GRID: Final = (Point(40, 0, 1), Point(12, 32, 2))
 QUICK_BUCKETS: Final = (4, 8, 16, 32, 64)
 CONFIRM: Final = 7
 """Turns of each arm of a point where one was slower."""
-NOT_HERE: Final = (
-    "No arm records the indexer's preparation and leaves attention a break: S3 has none either. Its draft extend (T10) "
-    "is not part of these."
-)
 
 
 def dsa(
@@ -64,6 +60,7 @@ def dsa(
     concurrency: Sequence[int] | None = None,
     new_tokens: int = 64,
     floor_tokens: int = 128,
+    memory: bool = True,
 ) -> Iterator[Record]:
     """Requests on a model with sparse attention, by what its prefill leaves to breaks, in turns.
 
@@ -77,9 +74,11 @@ def dsa(
         concurrency: only those with so many requests in flight.
         new_tokens: of each request; S3's 64, and the record states it.
         floor_tokens: up to which bucket the floor is swept; 0 for no sweep.
+        memory: whether every bucket of every arm is captured once more, for its memory and seconds.
 
     Yields:
-        The floor of each arm, a record for each arm of each point, then one for each arm over all of them.
+        The floor of each arm, a record for each arm of each point, then one for each arm over all of them, with those
+        of earlier runs of the same code that were kept.
 
     Raises:
         InputError: if no point of the grid is asked for, or no new token.
@@ -105,14 +104,16 @@ def dsa(
         cache_tokens=fresh + max(point.cached for point in points) + longest,
         prefill_buckets=bucket_list(budget, sglang_prefill, explicit=None if large else QUICK_BUCKETS),
     ) as lab:  # fmt: skip
-        yield from _floors(lab, run, floor_tokens if large else 16, progress)
+        yield from _floors(lab, run, floor_tokens if large else min(floor_tokens, 16), progress)
         sweep: dict[str, list[Record]] = {arm: [] for arm in NAMES}
         for number, point in enumerate(points, 1):
             progress(f"{name}: {point}, {number} of {len(points)}")
             for record in _point(lab, point, new_tokens, run):
                 sweep[record.arm].append(record)
                 yield record
-        yield from _swept(lab, sweep, run)
+        for arm, records in sweep.items():
+            costs = captured(lab, NAMES[arm]) if memory else {}
+            yield swept(lab, arm, records, points=GRID if large else QUICK_GRID, run=run, costs=costs)
 
 
 def _floors(lab: Lab, run: str, largest: int, progress: Progress) -> Iterator[Record]:
@@ -136,7 +137,7 @@ def _point(lab: Lab, point: Point, new_tokens: int, run: str) -> Iterator[Record
             for name, arm in NAMES.items()}  # fmt: skip
     with steady_prefill(lab.engine, requests * point.tokens, point.cached, requests) as step:
         alike, breaks = _alike(lab, arms, step)
-        gap = _alone(lab, arms["breaks"], step)
+        alone = {name: _alone(lab, arm, step) for name, arm in arms.items()}
     count = 16 if point.concurrency == 1 else 8 * point.concurrency
     asked = Load(
         count if lab.device.type == "cuda" else 2 * point.concurrency, point.concurrency, point.tokens, new_tokens,
@@ -144,14 +145,15 @@ def _point(lab: Lab, point: Point, new_tokens: int, run: str) -> Iterator[Record
     )  # fmt: skip
     how = {name: partial(choose, lab, arm) for name, arm in arms.items()}
     runs = turns(lab, asked, how)
-    if flagged := any(verdicts(runs, arm).get("ttft_verdict") == "slower" for arm in arms):
+    flagged = any(verdicts(runs, arm).get("ttft_verdict") == "slower" for arm in arms)
+    if flagged and lab.device.type == "cuda":  # the tape has no times to confirm
         runs = turns(lab, asked, how, CONFIRM)
     for name, arm in arms.items():
         yield make_record(
-            bench="dsa_prefill", arm=name, device=lab.device, run=run,
+            bench=BENCH, arm=name, device=lab.device, run=run,
             metrics={
-                **figures(runs[name]), **verdicts(runs, name), **gap, "flagged": flagged, "bitwise": alike[name],
-                "breaks": float(breaks[name]),
+                **figures(runs[name]), **verdicts(runs, name), **alone[name], "flagged": flagged,
+                "bitwise": alike[name], "breaks": float(breaks[name]),
                 "cache_gb": sum(cache.nbytes for cache in lab.engine.kv.caches().values()) / 1e9,
             },
             samples=samples(runs[name]),
@@ -186,41 +188,8 @@ def _alike(
 
 
 def _alone(lab: Lab, arm: SparseArm, step: PrefillStep) -> dict[str, float]:
-    """The step by itself with breaks: wall and kernel time, launches, and the gap between these times."""
+    """The step by itself: wall and kernel time, launches, and the gap between these times."""
     choose(lab, arm)
     runner = lab.phases.prefill()
     run = partial(runner.run, step.live, **step.inputs)
     return part_alone("step", run, steps.timed(runner, step, lab.device), lab.device)
-
-
-def _swept(lab: Lab, sweep: Mapping[str, Sequence[Record]], run: str) -> Iterator[Record]:
-    """Each arm over all points."""
-    for arm, records in sweep.items():
-        ratios = [float(record.metrics.get("ttft_ratio") or 1.0) for record in records]
-        yield make_record(
-            bench="dsa_prefill_sweep", arm=arm, device=lab.device, run=run,
-            metrics={
-                "points": float(len(records)), "largest_ttft_ratio": max(ratios), "least_ttft_ratio": min(ratios),
-                "bitwise": all(record.metrics["bitwise"] for record in records),
-                "tokens_equal": all(record.metrics.get("tokens_equal", True) for record in records),
-                **captured(lab, NAMES[arm]),
-            },
-            workload={"grid": [[r.workload[size] for size in ("fresh", "cached", "concurrency")] for r in records]},
-            notes=NOT_HERE, **model_facts(lab),
-        )  # fmt: skip
-
-
-def captured(lab: Lab, arm: SparseArm) -> dict[str, float]:
-    """Memory and seconds of all buckets of an arm, in a pool of its own: shared memory would be its who came first."""
-    group = GraphGroup(lab.device)
-    runner = arm.make(lab.model, lab.engine.kv, group, lab.prefill_buckets, lab.phases.options)
-    try:
-        runner.capture()
-        costs = ledger_metrics(runner.captured.ledger)
-    finally:
-        runner.close()
-        group.close()
-    return {
-        "graph_gb": costs["capture_gb"],
-        **{name: costs[name] for name in ("buckets", "capture_s", "warmup_s")},
-    }

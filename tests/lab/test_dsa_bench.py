@@ -7,14 +7,23 @@ import torch
 
 from cglab.errors import InputError
 from cglab.lab.dsa_bench import GRID, NAMES, QUICK_GRID, dsa
+from cglab.lab.profiles import results_folder
 from cglab.measure.claims import evaluate, load_claims
+from cglab.measure.records import append
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def records():
-    return list(dsa(CPU, quick=True, new_tokens=2))
+def records(tmp_path_factory):
+    """Of two runs, each with a part of the grid; the first one's were kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CGLAB_DATA", str(tmp_path_factory.mktemp("data")))
+        first = list(dsa(CPU, quick=True, new_tokens=2, tokens=(40,), floor_tokens=0, memory=False))
+        partial = of(first, "dsa_prefill_sweep")
+        assert [record.metrics for record in partial] == [{"points": 1.0, "of_points": 2.0}] * len(NAMES)
+        append(results_folder() / "dsa_prefill.jsonl", of(first, "dsa_prefill"))
+        return [*of(first, "dsa_prefill"), *dsa(CPU, quick=True, new_tokens=2, tokens=(12,))]
 
 
 def of(records, bench):

@@ -29,6 +29,7 @@ def lab():
         yield one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_arm_is_bitwise_on_mixed_requests_from_the_measured_floor_on(device, dtype):
