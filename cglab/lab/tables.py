@@ -55,6 +55,7 @@ _COLUMNS = {
                     "cache_gb"),
     "dsa_prefill_sweep": ("points", "largest_ttft_ratio", "least_ttft_ratio", "bitwise", "tokens_equal", "graph_gb",
                           "capture_s", "warmup_s"),
+    "dsa_arms": ("requests", "differing", "tokens_equal", "steps", "captured", "ok"),
     "dsa_floor": ("floor", "floor_by_rule", "rows", "differing_buckets"),
     "planner": ("time_ms", "ratio_to_sglang", "waste", "buckets", "eager_steps", "memory_mb", "capture_s", "ok"),
     "recovery": ("operations", "tried", "failed", "ok"),
