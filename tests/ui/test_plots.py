@@ -391,4 +391,4 @@ def test_the_schedulers_view_has_the_parts_by_both_axes_in_order(make):
     drawn = newest("scheduler", make.scheduler_records()).plot()
     assert [list(trace.x) for trace in drawn.data] == [[1, 8]] * 4 + [[0, 8]] * 4
     assert [trace.name for trace in drawn.data][:4] == ["plan", "inputs", "commit", "step"]
-    assert "14 µs and 7 µs a request" in drawn.layout.title.text
+    assert "14 µs and 7 µs a request" in drawn.layout.title.subtitle.text
