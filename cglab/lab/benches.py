@@ -16,6 +16,7 @@ from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.dflash_bench import dflash
 from cglab.lab.engines_bench import engines
+from cglab.lab.first_token_bench import first_token
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
 from cglab.lab.mtp_bench import mtp
@@ -78,6 +79,9 @@ BENCHES: Mapping[str, Bench] = {
     "peers": Bench(
         "one decode token, host to host, by the lab, torch.compile, transformers, SGLang and others in turns",
         peers,
+    ),
+    "first-token": Bench(
+        "one prompt of 128 to 8192 tokens to its first token, host to host, by peers in turns", first_token
     ),
     "accept": Bench("tokens that a verify pass commits on held-out prompts, beside a look-up draft", accept),
     "mtp": Bench(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,14 +13,12 @@ from cglab.lab.peer import REPLAYS, Point
 from cglab.measure.record import Metric
 from cglab.models.presets import PRESETS
 from cglab.serving.arm import model_path
-from cglab.serving.installed import Installed
 from cglab.serving.random_weights import RANDOM_WEIGHTS, write_folder
 from cglab.serving.token_worker import TokenWorker
 
 SAMPLING: Final = ("--sampling-backend", "pytorch", "--grammar-backend", "none")
 ON_GPU: Final = (
-    "--attention-backend", "triton", "--cuda-graph-backend-decode", "full",
-    "--cuda-graph-backend-prefill", "disabled", "--mem-fraction-static", "0.5",
+    "--attention-backend", "triton", "--cuda-graph-backend-decode", "full", "--mem-fraction-static", "0.5",
 )  # fmt: skip
 ON_CPU: Final = (
     "--device", "cpu", "--attention-backend", "torch_native", "--cuda-graph-backend-decode", "disabled",
@@ -30,7 +27,14 @@ ON_CPU: Final = (
 
 
 def worker_arguments(
-    model: str, folder: Path, dtype: torch.dtype, *, batch: int, context: int, on_gpu: bool
+    model: str,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    batch: int,
+    context: int,
+    on_gpu: bool,
+    prefill: Sequence[int] = (),
 ) -> tuple[str, ...]:
     """What SGLang is started with, so that its steps are those of the lab.
 
@@ -41,12 +45,14 @@ def worker_arguments(
         batch: most requests.
         context: tokens of a request at most: the length of the lab's cache.
         on_gpu: with graphs and Triton's attention; else neither.
+        prefill: tokens of its breakable prefill graphs; none captures none.
     """
     kind, random = str(dtype).removeprefix("torch."), model in PRESETS
     path = str(write_folder(PRESETS[model], folder, kind)) if random else model_path(model)
+    graphs = ("breakable", "--cuda-graph-bs-prefill", *map(str, prefill)) if prefill else ("disabled",)
     return (
         "--model-path", path, *(RANDOM_WEIGHTS if random else ()), "--dtype", kind, *SAMPLING,
-        *(ON_GPU if on_gpu else ON_CPU), "--context-length", str(context),
+        *((*ON_GPU, "--cuda-graph-backend-prefill", *graphs) if on_gpu else ON_CPU), "--context-length", str(context),
         "--max-total-tokens", str(batch * context), "--max-running-requests", str(batch),
         "--batch-size", str(batch), "--input-len", "8", "--output-len", "2",
     )  # fmt: skip
@@ -119,24 +125,3 @@ class SglangPeer:
             "tokens"
         ]
         self._left = steps
-
-
-@contextmanager
-def sglang_worker(
-    installed: Installed,
-    model: str,
-    folder: Path,
-    dtype: torch.dtype,
-    *,
-    batch: int,
-    context: int,
-    on_gpu: bool,
-) -> Iterator[TokenWorker]:
-    """A worker of a model; see :func:`worker_arguments`.
-
-    Raises:
-        ServerError: it did not start.
-    """
-    arguments = worker_arguments(model, folder, dtype, batch=batch, context=context, on_gpu=on_gpu)
-    with TokenWorker(installed, arguments, on_cpu=not on_gpu) as worker:
-        yield worker

@@ -25,7 +25,7 @@ from cglab.models.decoder import Decoder
 from cglab.models.layout import checkpoint_layout
 
 READY_CALLS: Final = 4
-GAPS: Final = 24
+GAPS: Final = 28
 """Steps of one run of continuous batching; the first two gaps, which hold the end of the prefill, do not count."""
 CACHE_SHARE: Final = 0.2
 """Of the memory that is free, for the cache of continuous batching, which would take nine tenths."""
@@ -168,7 +168,7 @@ class BatchingPeer:
 
 @contextmanager
 def batching_peer(point: Point, model: Any) -> Iterator[Peer]:
-    """Continuous batching by one manager that is kept.
+    """Continuous batching, its manager started anew with every turn: its thread would share the others' time.
 
     Args:
         point: the step.
@@ -181,16 +181,12 @@ def batching_peer(point: Point, model: Any) -> Iterator[Peer]:
     def run(prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
         chosen = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1)
         found = model.generate_batch(
-            prompts, generation_config=chosen, continuous_batching_config=sizes, record_timestamps=True,
-            persistent_manager=True,
-        )  # fmt: skip
+            prompts, generation_config=chosen, continuous_batching_config=sizes, record_timestamps=True
+        )
         if len(found) != len(prompts):
             raise InputError(f"generate_batch answered {len(found)} of {len(prompts)} requests; see its log")
         return [(each.generated_tokens, each.timestamps) for each in found.values()]
 
-    try:
-        with getting_ready(point.lab.device) as metrics:
-            run(point.prompts, GAPS + 1)  # its sizes are those of its first run
-        yield BatchingPeer(point, run, metrics)
-    finally:
-        model.destroy_cached_continuous_batching_manager()
+    with getting_ready(point.lab.device) as metrics:
+        run(point.prompts, GAPS + 1)
+    yield BatchingPeer(point, run, metrics)

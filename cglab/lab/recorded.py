@@ -77,7 +77,7 @@ class Recorded:
 
 VERDICTS = ("parity", "requests", "speculation")
 """Benches whose records say whether something held."""
-IN_PARTS = ("token", "first_token")
+IN_PARTS = ("token", "first-token")
 """Benches whose arms may be those of several runs, each with what they are compared with in it."""
 
 

@@ -57,6 +57,7 @@ def test_every_arm_has_a_record_in_one_run_and_the_floor_is_among_them(records):
 def test_one_that_ran_has_its_times_tokens_and_note(records):
     ran = {record.arm: record for record in records if record.arm in ("full", "plain-graph", "transformers")}
     for record in ran.values():
+        assert "error" not in record.metrics, record.metrics
         assert record.parity["verdict"] == "bitwise" and record.parity["compared"] == 2
         assert record.notes and "error" not in record.metrics and record.samples["token_ms"]
         assert all(record.metrics[name] > 0 for name in ("token_ms", "replay_ms", "host_us", "over_floor"))
