@@ -78,7 +78,7 @@ def eager_peer(point: Point, model: Any) -> Iterator[Peer]:
         point: the step.
         model: of :func:`shared_weights`.
     """
-    chosen = transformers_arm(model, point.step, point.lab.device, calls=1)
+    chosen = transformers_arm(model, point.step, point.lab.device, calls=1, length=point.lab.max_context)
     told = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in chosen.seconds.items())
     note = f"transformers, eager, SDPA, {chosen.step.cache} (the faster: {told}), argmax."
     yield _local(chosen.step, point, note, {"ready_s": 0.0, "held_gb": 0.0})

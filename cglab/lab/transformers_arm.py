@@ -174,16 +174,19 @@ class TransformersArm:
         return _timed(self.step, self.device, calls)
 
 
-def transformers_arm(model: Any, step: DecodeStep, device: torch.device, *, calls: int) -> TransformersArm:
+def transformers_arm(
+    model: Any, step: DecodeStep, device: torch.device, *, calls: int, length: int | None = None
+) -> TransformersArm:
     """The arm at the size of a step of ours, on the cache that is faster there.
 
     Args:
         model: of :func:`random_transformers`.
         step: its batch and context are taken.
         device: what the model is on.
-        calls: steps in a row behind one sample, at most ``ROOM``.
+        calls: steps in a row behind one sample, at most ``ROOM`` without a length.
+        length: tokens that a static cache holds; None for those of one sample.
     """
-    steps = {cache: CachedStep(model, cache, step.live, step.context) for cache in CACHES}
+    steps = {cache: CachedStep(model, cache, step.live, step.context, length=length) for cache in CACHES}
     seconds: dict[str, float] = {}
     for cache, made in steps.items():
         timed = _timed(made, device, calls)

@@ -10,12 +10,12 @@ import torch
 from cglab.engine.workload import steady_decode
 from cglab.errors import InputError, NotInstalledError
 from cglab.graphs.breaks import eager_break, staged
-from cglab.lab import peers_bench
+from cglab.lab import peers_bench, transformers_arm
 from cglab.lab.opening import open_lab
 from cglab.lab.peer import LocalPeer, Point, lab_peer, plain_peer
 from cglab.lab.peer_graphs import PackageBreaks, compiled_step
 from cglab.lab.peer_sglang import SglangPeer, worker_arguments
-from cglab.lab.peer_transformers import StaticStep, _tokens, shared_weights
+from cglab.lab.peer_transformers import StaticStep, _tokens, eager_peer, shared_weights
 from cglab.lab.peers_bench import ARMS, LOCAL, peers
 
 CPU = torch.device("cpu")
@@ -112,6 +112,15 @@ def test_the_labs_peer_is_the_engines_own_step(point, wanted, mode):
         assert peer.tokens() == wanted
         assert peer.seconds() > 0
     assert (point.lab.runner(mode).coverage() - counts).captured == (0 if mode == "eager" else 3)
+
+
+@pytest.mark.parametrize("cache", ["DynamicCache", "StaticCache"])
+def test_transformers_has_room_for_every_launch_on_either_cache(point, wanted, monkeypatch, cache):
+    monkeypatch.setattr(transformers_arm, "CACHES", (cache,))
+    lab = point.lab
+    with eager_peer(point, shared_weights(lab.model, device=CPU, dtype=lab.dtype)) as peer:
+        assert peer.tokens() == wanted and cache in peer.note
+        assert peer.replay_seconds(8) > 0 and peer.host_us() > 0
 
 
 @pytest.mark.parametrize("mode", ["eager", "full"])
