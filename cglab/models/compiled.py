@@ -30,7 +30,7 @@ from cglab.models.paged import AttentionKind, prepare_attention
 from cglab.models.regions import Between, Kernels, Regions, regions, written_kernels
 from cglab.models.stages import Elsewhere, held_layers
 
-MOST_ROWS = 1024
+MOST_ROWS = 2048
 """Rows of which the second half of a block is computed at a time: enough for full speed, and its intermediates, which
 are what the memory of a long prefill's graphs goes into, stay as small."""
 EXAMPLE_ROWS = (37, 1, 5)
