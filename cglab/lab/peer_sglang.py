@@ -85,7 +85,7 @@ class SglangPeer:
         self.note = (
             f"SGLang {worker.installed.version} on torch {facts['torch']}, {facts['attention']}, PyTorch sampling, "
             f"decode graphs {'full' if graphs else 'none'}; its ModelRunner as its one-batch benchmark calls it, in a "
-            "process of its own whose turns alternate with the lab's."
+            "process of its own whose turns alternate with the lab's. Places in its cache are taken within the step."
         )
         if not self.same_weights:
             self.note += " Weights of the same shape, random and its own, so tokens are not compared."

@@ -107,7 +107,7 @@ def compile_peer(point: Point, model: Any) -> Iterator[Peer]:
     step = StaticStep(model, "StaticCache", point.step.live, point.step.context, length=lab.max_context)
     before = graphs_skipped()
     with getting_ready(lab.device) as metrics:
-        step.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+        step.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True, dynamic=False)
         for _ in range(READY_CALLS):
             step.restart()
             _tokens(step, point)

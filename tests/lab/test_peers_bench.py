@@ -12,7 +12,7 @@ from cglab.errors import InputError, NotInstalledError
 from cglab.graphs.breaks import eager_break, staged
 from cglab.lab import peers_bench, transformers_arm
 from cglab.lab.opening import open_lab
-from cglab.lab.peer import LocalPeer, Point, lab_peer, plain_peer
+from cglab.lab.peer import LocalPeer, Point, lab_peer, plain_model, plain_peer
 from cglab.lab.peer_graphs import PackageBreaks, compiled_step
 from cglab.lab.peer_sglang import SglangPeer, worker_arguments
 from cglab.lab.peer_transformers import StaticStep, _tokens, eager_peer, shared_weights
@@ -127,6 +127,13 @@ def test_transformers_has_room_for_every_launch_on_either_cache(point, wanted, m
 def test_plain_modules_compute_the_same(point, wanted, mode):
     with plain_peer(point, mode, "") as peer:
         assert peer.tokens() == wanted and peer.replay_seconds(2) > 0 and peer.host_us() > 0
+
+
+def test_a_plain_model_shares_the_weights_and_leaves_the_labs_own_form_alone(point):
+    model = point.lab.model
+    body, plain = model.body, plain_model(model)
+    assert model.body is body and plain.body is not body and plain.body.name == "portable"
+    assert [p.data_ptr() for p in plain.parameters()] == [p.data_ptr() for p in model.parameters()]
 
 
 def test_the_plain_step_is_one_graph_to_the_compiler_and_leaves_the_labs_cache_alone(point, wanted):
