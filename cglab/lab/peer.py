@@ -1,7 +1,7 @@
 """One decode step with the same boundary for every peer: token ids on the host in, the next ids on the host out.
 
 Within lies all that a step needs each time: building its inputs, copying them to the device, the forward, the greedy
-choice, and reading the tokens. Who runs next lies outside. SGLang's step also takes a place in its cache for each token;
+choice, and reading the tokens. Who runs next lies outside. SGLang's step also takes a place in its cache for a token;
 the lab takes pages of them outside. Beside it stands the replay alone: the same launch over inputs that are on the
 device already, with nothing read.
 """
