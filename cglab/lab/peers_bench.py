@@ -37,7 +37,7 @@ FLOOR: Final = "Weights and live keys and values, read once at the bandwidth mea
 OURS: Final = "full"
 """The arm that the others are compared with; it is always measured, and so is the floor."""
 PIECEWISE: Final = (
-    "Compiled pieces between attentions, each captured as a graph, attention eager between them: vLLM's piecewise "
+    "Pieces between attentions, compiled where the operations are, each a graph, attention eager: vLLM's piecewise "
     "scheme, on this model; vLLM itself is no arm."
 )
 LOCAL: Final[dict[str, Builder]] = {
