@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PEERS: Final = ("token", "first-token", "engines")
 """Benches whose first arm is the lab's own: another that is faster is a loss."""
-OURS: Final = ("decode", "growth", "prefill", "ttft", "load", "mtp", "dflash", "pipeline")
+OURS: Final = ("decode", "growth", "prefill", "ttft", "load", "mtp", "dflash", "pipeline", "dsa_prefill")
 """Benches whose first arm is eager: a captured one that is slower is a loss."""
 
 
