@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -30,6 +30,8 @@ from cglab.lab.phases import LabPhases, prefill_sizes
 from cglab.lab.prompts import Prompts, encode, sample_prompts
 from cglab.lab.sweep import Sweep
 from cglab.lab.techniques import Captures
+from cglab.lab.views import show
+from cglab.measure.ab import Progress
 from cglab.measure.memory import Memory, memory_now
 from cglab.measure.parity import Parity
 from cglab.models.compiled import nothing_compiled
@@ -126,14 +128,9 @@ class Lab:
         return sample_prompts(count, vocabulary=self.config.vocab_size, has_text=has_text)
 
     def generate(
-        self,
-        prompts: Prompts,
-        max_new_tokens: int | Sequence[int] = 64,
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        stop_at_end: bool = True,
-    ) -> Generation:
+        self, prompts: Prompts, max_new_tokens: int | Sequence[int] = 64, *,
+        temperature: float = 0.0, seed: int = 0, stop_at_end: bool = True,
+    ) -> Generation:  # fmt: skip
         """Continuations of prompts.
 
         Args:
@@ -158,29 +155,29 @@ class Lab:
         self._require_open()
         return self.engine.stream(requests)
 
-    def load(self, load: Load, *, seconds: float | None = None) -> LoadRun:
+    def load(
+        self, load: Load, *, seconds: float | None = None, watch: Callable[[], None] | None = None
+    ) -> LoadRun:
         """Runs a closed-loop load on whatever the toggles say: latency, coverage by phase, forward occupancy.
 
         Args:
             load: what to ask; equal loads are the same requests to the byte.
             seconds: stop after so long; None runs it to its end.
+            watch: called after every step; what it raises ends the load.
 
         Raises:
             InputError: if other requests are in flight, or the cache cannot hold the shared prefix.
         """
         self._require_open()
         with nothing_compiled(*self.models):
-            return run_load(self.engine, load, self.phases.for_load(load), model=self.name, seconds=seconds)
+            return run_load(
+                self.engine, load, self.phases.for_load(load), model=self.name, seconds=seconds, watch=watch
+            )
 
     def compare(
-        self,
-        name: str = "decode",
-        arms: Sequence[str] = ("eager", "full"),
-        *,
-        instances: int = 3,
-        repeats: int = 10,
-        **sizes: int | None,
-    ) -> Comparison:
+        self, name: str = "decode", arms: Sequence[str] = ("eager", "full"), *,
+        instances: int = 3, repeats: int = 10, progress: Progress | None = None, **sizes: int | None,
+    ) -> Comparison:  # fmt: skip
         """Measures settings of one toggle in turns, with parity and coverage beside the times.
 
         A seed step is timed together with the draft loop after it: fused, they are one graph; a draft sampler with
@@ -191,6 +188,7 @@ class Lab:
             arms: its values; the first is the reference of the ratios.
             instances: turns of each arm.
             repeats: timed steps in a turn.
+            progress: called with an arm and its instance before each turn; what it raises ends the comparison.
             **sizes: of the step; ``tokens``, ``cached`` and ``requests`` of prefill, ``batch`` and ``context`` of
                 all others.
 
@@ -198,7 +196,8 @@ class Lab:
             ToggleError: for an unknown toggle or value.
         """
         self._require_open()
-        return comparing.compare(self, name, arms, sizes, instances=instances, repeats=repeats)
+        turns = comparing.Turns(instances, repeats, progress)
+        return comparing.compare(self, name, arms, sizes, turns)
 
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
@@ -241,6 +240,10 @@ class Lab:
         if whole:
             return comparing.trace_whole(self, name, arms, sizes, repeats=repeats, save=save)
         return comparing.trace(self, name, arms, sizes, repeats=repeats, save=save)
+
+    def dashboard(self, *toggles: str) -> Any:
+        """The interactive workspace on this lab, a widget; of the toggles named alone, all ten by default."""
+        return show("lab_dashboard", self, toggles)
 
     def coverage(self, name: str = "decode") -> dict[str, Coverage]:
         """Captured and eager steps of a technique since the lab was opened, by mode, with reasons."""
