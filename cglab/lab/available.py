@@ -11,22 +11,26 @@ from cglab.lab.techniques import DRAFTING, technique
 
 Draft = Literal["assistant", "block"]
 
-ASSISTANT: Final = 'an assistant as draft, such as cglab.open("pico-gqa", draft="pico-gqa-assistant")'
-BLOCK: Final = 'a block draft, such as cglab.open("pico-gqa", draft="pico-gqa-dflash")'
-
 NEEDS: Final[Mapping[str, str]] = MappingProxyType({
     "decode": "any model",
-    "verify": f"{ASSISTANT}, or {BLOCK}",
-    "draft_loop": ASSISTANT,
-    "seed_step": ASSISTANT,
-    "draft_sampler": BLOCK,
+    "verify": "a draft model",
+    "draft_loop": "an assistant as draft",
+    "seed_step": "an assistant as draft",
+    "draft_sampler": "a block draft",
     "prefill": "any model",
-    "pp_prefill": "two processes, one a stage: cglab bench pipeline",
+    "pp_prefill": "a process for each of two stages",
     "dsa_attention": "a model with sparse latent attention",
     "dsa_indexer_prep": "a model with sparse latent attention",
     "draft_extend": "a model with sparse latent attention and its NextN layer",
 })  # fmt: skip
 """What a technique needs, by its toggle."""
+
+HOW: Final[Mapping[str, str]] = MappingProxyType({
+    **dict.fromkeys(("verify", "draft_loop", "seed_step"), 'cglab.open("pico-gqa", draft="pico-gqa-assistant")'),
+    "draft_sampler": 'cglab.open("pico-gqa", draft="pico-gqa-dflash")',
+    "pp_prefill": "cglab bench pipeline",
+})  # fmt: skip
+"""How to get what is missing, where there is a way."""
 
 
 def unavailable(name: str, draft: Draft | None) -> str | None:
@@ -47,7 +51,8 @@ def unavailable(name: str, draft: Draft | None) -> str | None:
         "draft_sampler": ("block",),
     }  # fmt: skip
     fits = draft in drafts[found.name] if found.name in drafts else found.name in SIZES
-    return None if fits else f"needs {NEEDS[found.name]}"
+    how = f"; try {HOW[found.name]}" if found.name in HOW else ""
+    return None if fits else f"needs {NEEDS[found.name]}{how}"
 
 
 def in_load(name: str, draft: Draft | None) -> str | None:

@@ -17,6 +17,7 @@ from cglab.errors import CglabError
 from cglab.lab.facade import Lab
 from cglab.lab.steps import SIZES
 from cglab.lab.techniques import TECHNIQUES
+from cglab.measure.profiling import prepare
 from cglab.ui.controls import WIDE, alert, close_all, heading, said, set_html
 from cglab.ui.lab_bench import LabBench
 from cglab.ui.recorded_bench import recorded_sources
@@ -62,7 +63,7 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]
         work = ipywidgets.VBox([
             ipywidgets.HTML(heading("Workload")), *self.sizes.values(), self.technique,
             ipywidgets.HBox([self.start, self.halt]), self.progress, self.status, self.error,
-        ])  # fmt: skip
+        ], layout={"flex": "0 1 330px"})  # fmt: skip
         controls = ipywidgets.HBox(
             [self.toggles, work],
             layout={"flex_flow": "row wrap", "grid_gap": "24px", "align_items": "flex-start"},
@@ -161,6 +162,7 @@ def lab_dashboard(lab: Lab, toggles: tuple[str, ...] = ()) -> Dashboard:
     Raises:
         ToggleError: for an unknown toggle.
     """
+    prepare()  # the worker will profile
     bench = LabBench(lab)
     sources = {lab.name: lambda: bench} | ({} if toggles else dict(recorded_sources()))
     space = Workspace(sources, toggles=toggles or tuple(TECHNIQUES), device=lab.device)

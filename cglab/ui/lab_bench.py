@@ -27,6 +27,9 @@ from cglab.ui.workspace import Workload
 REPEATS, INSTANCES = 5, 3
 """Few: the workspace is for looking, ``cglab bench`` for results."""
 
+SHORT: Final = (Workload(4, 64, 8), Workload(4, 128, 32))
+"""What is asked for at first, on a CPU and on a GPU: a run is over within seconds on either."""
+
 EAGER: Final[Mapping[str, str]] = MappingProxyType({"pp_prefill": "off"})
 """What a toggle says that captures nothing, where that is not ``eager``."""
 
@@ -41,10 +44,10 @@ class LabBench:
         self._lab = weakref.ref(lab)
         draft = "" if lab.drafting is None else f", draft {lab.drafting.name}"
         self.title = f"{lab.name}{draft}, {lab.weights} weights, on {lab.device}"
-        room = lab.max_context
-        new = min(16, max(1, room // 4))
+        room, short = lab.max_context, SHORT[lab.device.type == "cuda"]
+        new = min(short.new, max(1, room // 4))
         self.largest = Workload(lab.buckets[-1], room - 1, room - 2)
-        self.default = Workload(lab.sizes.default("batch"), min(128, room - new), new)
+        self.default = Workload(lab.sizes.default("batch"), min(short.prompt, room - new), new)
 
     @property
     def lab(self) -> Lab:

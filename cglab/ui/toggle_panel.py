@@ -33,16 +33,18 @@ class TogglePanel(ipywidgets.VBox):  # type: ignore[misc]
         self.modes = {
             each.name: ipywidgets.RadioButtons(
                 options=each.values, value=None, description=f"{each.id} {each.name}", orientation="horizontal",
-                style={"description_width": "140px"}, layout={"width": "max-content", "margin": "0"},
+                style={"description_width": "initial"}, layout={"width": "230px", "flex": "0 0 auto", "margin": "0"},
             )
             for each in found
         }  # fmt: skip
         self.notes = {each.name: ipywidgets.HTML() for each in found}
         rows = [
-            ipywidgets.HBox([self.modes[each.name], self.notes[each.name]], layout={"align_items": "center"})
+            ipywidgets.HBox(
+                [self.modes[each.name], self.notes[each.name]], layout={"align_items": "flex-start"}
+            )
             for each in found
         ]
-        super().__init__([ipywidgets.HTML(heading("Captures")), *rows])
+        super().__init__([ipywidgets.HTML(heading("Captures")), *rows], layout={"flex": "1 1 640px"})
         self._show()
         for name, control in self.modes.items():
             control.observe(lambda change, name=name: self._chosen(name, change.new), "value")

@@ -142,10 +142,10 @@ class Workspace(traitlets.HasTraits):
         """
         if name not in self.toggles:
             raise ToggleError(f"no toggle {name!r} here; good names: {', '.join(self.toggles)}")
+        if mode == self.requested.get(name):  # a view that follows what is the case
+            return
         technique(name).check(mode)
         with self.lock:
-            if mode == self.requested.get(name):
-                return
             self.requested = {**self.requested, name: mode}
             if why := self.unavailable.get(name):
                 self.failed(name, why)

@@ -146,6 +146,18 @@ def test_every_control_has_a_name_and_a_toggle_says_what_it_needs(board):
     assert 'role="status"' in board.status.value
 
 
+def test_a_source_with_other_modes_is_shown_and_asks_for_nothing(bench):
+    other = FakeBench(bench.make)
+    other.modes = lambda: {name: each.default for name, each in TECHNIQUES.items()}
+    made = Dashboard(Workspace({"fake": lambda: bench, "other": lambda: other}, toggles=tuple(TECHNIQUES)))
+    made.wait(10)
+    browser_sets(made.source, index=1)
+    made.wait(10)
+    assert made.workspace.errors == {} and other.calls == bench.calls == []
+    assert made.toggles.modes["draft_extend"].value == "graph" and made.workspace.source == "other"
+    made.close()
+
+
 def test_n05_a_mode_that_cannot_be_captured_flips_back_and_says_why(board, bench, monkeypatch):
     bench.errors["choose"] = CaptureError("attention <reads> the host")
     radio = board.toggles.modes["decode"]
