@@ -196,13 +196,12 @@ class Lab:
             ToggleError: for an unknown toggle or value.
         """
         self._require_open()
-        turns = comparing.Turns(instances, repeats, progress)
-        return comparing.compare(self, name, arms, sizes, turns)
+        return comparing.compare(self, name, arms, sizes, comparing.Turns(instances, repeats, progress))
 
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
-        described = steps.describe(step, self.phases.arm(name, "eager"))
-        return {**described, "cache": self.max_context, "ops": self.ops, **self.drafted}
+        sizes = steps.describe(step, self.phases.arm(name, "eager"))
+        return sizes | {"cache": self.max_context, "ops": self.ops, **self.drafted}
 
     def step_parity(self, mode: str, step: Step, name: str = "decode") -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1)."""
@@ -237,9 +236,8 @@ class Lab:
             ToggleError: for an unknown toggle or value, or whole steps of another toggle.
         """
         self._require_open()
-        if whole:
-            return comparing.trace_whole(self, name, arms, sizes, repeats=repeats, save=save)
-        return comparing.trace(self, name, arms, sizes, repeats=repeats, save=save)
+        traced = comparing.trace_whole if whole else comparing.trace
+        return traced(self, name, arms, sizes, repeats=repeats, save=save)
 
     def dashboard(self, *toggles: str) -> Any:
         """The interactive workspace on this lab, a widget; of the toggles named alone, all ten by default."""

@@ -130,9 +130,11 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]
         if offered and space.technique:
             self.technique.value = space.technique
         for name, control in self.sizes.items():
-            if space.largest is not None and control.max != getattr(space.largest, name):
-                control.max = getattr(space.largest, name)
-            control.value = getattr(space, name)
+            size, largest = getattr(space, name), getattr(space.largest, name, 1)
+            # A box whose maximum shrinks first would cut its old value, and ask for that.
+            control.max = max(control.max, size)
+            control.value = size
+            control.max = max(largest, size)
 
     def _say(self) -> None:
         space = self.workspace

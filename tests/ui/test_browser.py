@@ -3,6 +3,7 @@
 Screenshots are kept in ``artifacts/``. Without a Chromium the test is skipped, in CI it fails then.
 """
 
+import gzip
 import json
 import os
 import secrets
@@ -161,6 +162,17 @@ class Page:
         self.artifacts.mkdir(exist_ok=True)
         self.tab.screenshot(path=self.artifacts / f"{name}.png")
 
+    def board(self, name, height):
+        """A picture of the workspace alone, its upper part: the one of the README is such a one."""
+        self.tab.evaluate("window.jupyterapp.commands.execute('application:toggle-left-area')")
+        self.tab.set_viewport_size({"width": 1400, "height": height + 400})
+        board = self.tab.locator(".jp-OutputArea-output > .widget-vbox", has=self.group("T1 decode")).first
+        board.scroll_into_view_if_needed()
+        self.tab.wait_for_timeout(1000)  # figures follow the new width
+        box = board.bounding_box()
+        clip = {"x": box["x"], "y": box["y"], "width": box["width"], "height": min(box["height"], height)}
+        self.tab.screenshot(path=self.artifacts / f"{name}.png", clip=clip)
+
 
 @pytest.fixture
 def page(browser, server, root):
@@ -207,6 +219,13 @@ def test_a_user_toggles_runs_fails_and_stops_in_jupyterlab(page):
     expect(timeline).to_contain_text("One decode step")
     timeline.scroll_into_view_if_needed()
     page.picture("timeline")
+    with tab.expect_download() as saved:
+        tab.get_by_role("link", name="Save for Perfetto").click()
+    with gzip.open(saved.value.path()) as file:
+        assert len(json.load(file)["traceEvents"]) > 100
+
+    page.group("T1 decode").scroll_into_view_if_needed()
+    page.board("workspace", 1640)
 
     # A capture that fails flips the toggle back and says why.
     page.execute(BREAK)

@@ -149,12 +149,15 @@ def test_every_control_has_a_name_and_a_toggle_says_what_it_needs(board):
 def test_a_source_with_other_modes_is_shown_and_asks_for_nothing(bench):
     other = FakeBench(bench.make)
     other.modes = lambda: {name: each.default for name, each in TECHNIQUES.items()}
+    other.default, other.largest = Workload(1, 7, 2), Workload(1, 9, 3)
     made = Dashboard(Workspace({"fake": lambda: bench, "other": lambda: other}, toggles=tuple(TECHNIQUES)))
     made.wait(10)
     browser_sets(made.source, index=1)
     made.wait(10)
     assert made.workspace.errors == {} and other.calls == bench.calls == []
     assert made.toggles.modes["draft_extend"].value == "graph" and made.workspace.source == "other"
+    assert made.workspace.workload == other.default  # smaller than what stood in the boxes
+    assert [(box.value, box.max) for box in made.sizes.values()] == [(1, 1), (7, 9), (2, 3)]
     made.close()
 
 
