@@ -49,6 +49,7 @@ class Lab:
         drafting: the draft model, and how much it drafts; None without one.
         engine: requests and the paged cache.
         sizes: how large measured steps are, and can be.
+        closing: called first when it closes, by whoever works on it in another thread.
     """
 
     def __init__(
@@ -61,8 +62,7 @@ class Lab:
         self.buckets = bucket_list(layout.rows - 1, sizes, explicit=buckets)
         self.prefill_buckets = prefill_sizes(scheduling.token_budget, prefill_buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
-        self.captures = Captures()
-        self._closed = False
+        self.captures, self.closing, self._closed = Captures(), list[Callable[[], object]](), False
         self.group = GraphGroup(device)
         self._before = self._memory()
         self.model, self.config, self.tokenizer, self.weights = load_model(
@@ -208,8 +208,7 @@ class Lab:
         return steps.step_parity(self.phases.arm(name, mode), step)
 
     def sweep(
-        self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
-        sizes: Sequence[int] = (), **options: Any,
+        self, name: str = "decode", arms: Sequence[str] = ("eager", "full"), sizes: Sequence[int] = (), **options: Any,
     ) -> Sweep:  # fmt: skip
         """``compare`` at several batch sizes or, of prefill, numbers of tokens; ``options`` are those of ``compare``.
 
@@ -269,6 +268,8 @@ class Lab:
         if self._closed:
             return None
         self._closed = True
+        for end in self.closing:
+            end()
         self.phases.close()
         self.group.close()
         for model in self.models:

@@ -170,7 +170,9 @@ def lab_dashboard(lab: Lab, toggles: tuple[str, ...] = ()) -> Dashboard:
     space = Workspace(sources, toggles=toggles or tuple(TECHNIQUES), device=lab.device)
     boards = _boards.setdefault(lab, {})
     if (earlier := boards.pop(space.toggles, None)) is not None:
+        lab.closing.remove(earlier.close)
         earlier.close()
     board = boards[space.toggles] = Dashboard(space)
+    lab.closing.append(board.close)
     weakref.finalize(lab, board.close).atexit = False
     return board

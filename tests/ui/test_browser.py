@@ -182,54 +182,45 @@ def page(browser, server, root):
     made.tab.close()
 
 
-@pytest.mark.slow
-def test_a_user_toggles_runs_fails_and_stops_in_jupyterlab(page):
-    from playwright.sync_api import expect
-
-    expect.set_options(timeout=PATIENCE)
-    tab = page.tab
-    page.open()
-    page.run_all()
-    expect(tab.get_by_text("recorded at this size: 0")).to_be_attached()
-    page.group("T1 decode").scroll_into_view_if_needed()
+def toggles(page, expect):
+    """Three of them: one by mouse, two by keyboard."""
     expect(page.radio("T1 decode", "full")).to_be_enabled()
     expect(page.radio("T5 draft_sampler", "graph")).to_be_disabled()
-
-    # Three toggles: one by mouse, two by keyboard.
     page.radio("T1 decode", "breakable").click()
     expect(page.row("T1 decode")).to_contain_text("runs breakable")
     page.radio("T6 prefill", "breakable").focus()
-    tab.keyboard.press("Tab")
-    tab.keyboard.press("Space")
+    page.tab.keyboard.press("Tab")
+    page.tab.keyboard.press("Space")
     expect(page.row("T6 prefill")).to_contain_text("runs eager")
-    tab.keyboard.press("Shift+Tab")
     page.radio("T4 seed_step", "fused").focus()
-    tab.keyboard.press("Space")
+    page.tab.keyboard.press("Space")
     expect(page.row("T4 seed_step")).to_contain_text("runs fused")
     page.picture("toggles")
 
-    # A compare changes the timeline.
+
+def compares(page, expect):
+    """A run, begun by keyboard, changes the timeline, which can be saved."""
+    tab = page.tab
     tab.get_by_label("Compare").select_option(label="T1 decode")
     page.button("Run").focus()
     tab.keyboard.press("Enter")
-    expect(tab.get_by_text("One decode step of pico-gqa", exact=False).first).to_be_attached()
-    expect(page.button("Run")).to_be_enabled()
     expect(tab.get_by_text("breakable: parity bitwise")).to_be_attached()
+    expect(page.button("Run")).to_be_enabled()
     timeline = tab.locator(".js-plotly-plot", has_text="time from the start of the step").first
-    expect(timeline).to_contain_text("One decode step")
+    expect(timeline).to_contain_text("One decode step of pico-gqa")
     timeline.scroll_into_view_if_needed()
     page.picture("timeline")
     with tab.expect_download() as saved:
         tab.get_by_role("link", name="Save for Perfetto").click()
     with gzip.open(saved.value.path()) as file:
         assert len(json.load(file)["traceEvents"]) > 100
-
     page.group("T1 decode").scroll_into_view_if_needed()
     page.board("workspace", 1640)
 
-    # A capture that fails flips the toggle back and says why.
+
+def fails(page, expect):
+    """A capture that fails flips the toggle back and says why, until it succeeds."""
     page.execute(BREAK)
-    page.group("T1 decode").scroll_into_view_if_needed()
     page.radio("T1 decode", "full").click()
     alert = page.row("T1 decode").get_by_role("alert")
     expect(alert).to_contain_text("CaptureError: full cannot be captured")
@@ -240,12 +231,26 @@ def test_a_user_toggles_runs_fails_and_stops_in_jupyterlab(page):
     expect(page.row("T1 decode")).to_contain_text("runs full")
     expect(alert).to_have_count(0)
 
-    # Stop, in mid-run.
+
+def stops(page, expect):
+    """In mid-run."""
     page.button("Run").click()
-    expect(tab.get_by_role("status").filter(has_text="timing")).to_be_attached()
+    expect(page.tab.get_by_role("status").filter(has_text="timing")).to_be_attached()
     page.button("Stop").click()
-    expect(tab.get_by_role("alert").filter(has_text="stopped")).to_be_attached()
+    expect(page.tab.get_by_role("alert").filter(has_text="stopped")).to_be_attached()
     expect(page.button("Run")).to_be_enabled()
 
+
+@pytest.mark.slow
+def test_a_user_toggles_runs_fails_and_stops_in_jupyterlab(page):
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=PATIENCE)
+    page.open()
+    page.run_all()
+    expect(page.tab.get_by_text("recorded at this size: 0")).to_be_attached()
+    page.group("T1 decode").scroll_into_view_if_needed()
+    for path in (toggles, compares, fails, stops):
+        path(page, expect)
     assert page.errors == []
     assert page.outside == []

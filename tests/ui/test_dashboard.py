@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -345,6 +346,21 @@ def test_n02_running_the_cell_again_leaves_one_board_and_one_model():
     names["board"].close()
     assert len(set(counts)) == 1, counts
     assert len(_instances) == before
+
+
+def test_a_lab_that_closes_stops_the_run_of_its_board_and_takes_it_off_the_page():
+    before = set(_instances)
+    lab = cglab.open("pico-gqa", device="cpu", max_batch=1, max_context=32)
+    board = lab.dashboard("decode")
+    assert lab.dashboard("decode") is not board
+    board = lab.dashboard("decode")
+    board.wait(10)
+    begun = threading.Event()
+    board.workspace.observe(lambda change: "timing" in change.new and begun.set(), "doing")
+    board.run()
+    assert begun.wait(60)
+    assert lab.close().allocated == 0
+    assert board.wait(10) and board.workspace.results is None and set(_instances) == before
 
 
 def test_n03_a_lab_that_was_closed_or_is_gone_is_said():
