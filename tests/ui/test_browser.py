@@ -201,7 +201,7 @@ def toggles(page, expect):
 def compares(page, expect):
     """A run, begun by keyboard, changes the timeline, which can be saved."""
     tab = page.tab
-    tab.get_by_label("Compare").select_option(label="T1 decode")
+    tab.get_by_label("Compare", exact=True).select_option(label="T1 decode")
     page.button("Run").focus()
     tab.keyboard.press("Enter")
     expect(tab.get_by_text("breakable: parity bitwise")).to_be_attached()
@@ -241,8 +241,21 @@ def stops(page, expect):
     expect(page.button("Run")).to_be_enabled()
 
 
+def replays(page, expect):
+    """Recorded results through the same panels: a prediction, its error, and a recorded timeline of a GPU."""
+    tab = page.tab
+    tab.get_by_label("Source", exact=True).select_option(label="recorded: qwen3-0.6b")
+    expect(page.row("T1 decode")).to_contain_text("runs full")
+    page.button("Run").click()
+    expect(tab.get_by_text("Such predictions were off by", exact=False)).to_be_attached()
+    timeline = tab.locator(".js-plotly-plot", has_text="time from the start of the step").first
+    expect(timeline).to_contain_text("device: stream")
+    timeline.scroll_into_view_if_needed()
+    page.picture("recorded")
+
+
 @pytest.mark.slow
-def test_a_user_toggles_runs_fails_and_stops_in_jupyterlab(page):
+def test_a_user_toggles_runs_fails_stops_and_replays_in_jupyterlab(page):
     from playwright.sync_api import expect
 
     expect.set_options(timeout=PATIENCE)
@@ -250,7 +263,7 @@ def test_a_user_toggles_runs_fails_and_stops_in_jupyterlab(page):
     page.run_all()
     expect(page.tab.get_by_text("recorded at this size: 0")).to_be_attached()
     page.group("T1 decode").scroll_into_view_if_needed()
-    for path in (toggles, compares, fails, stops):
+    for path in (toggles, compares, fails, stops, replays):
         path(page, expect)
     assert page.errors == []
     assert page.outside == []

@@ -306,6 +306,20 @@ def test_prefill_steps_are_measured_at_the_prompt_s_size(lab):
     board.close()
 
 
+@pytest.mark.parametrize("part", ["timing", "tracing", "load on"])
+def test_a_real_run_that_is_stopped_leaves_toggles_and_requests_as_they_were(lab, part):
+    lab.captures.decode = "full"
+    board = lab.dashboard("decode")
+    board.wait(10)
+    board.workspace.observe(lambda change: change.new.startswith(part) and board.workspace.stop(), "doing")
+    board.run()
+    assert board.wait(60)
+    assert board.workspace.errors == {"run": "stopped"} and board.workspace.results is None
+    assert lab.engine.idle and lab.captures.decode == "full"
+    assert lab.generate([[1, 2, 3]], max_new_tokens=2, stop_at_end=False).coverage.captured > 0
+    board.close()
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "broken", "replacement", "told"),
     [
