@@ -47,8 +47,9 @@ check: $(STAMP) ## lint, format, types, layers
 	$(call LIMIT,600) $(BIN)/mypy
 	$(call LIMIT,120) $(BIN)/lint-imports
 
-soak: $(STAMP) ## the exhaustive and long tests
+soak: $(STAMP) ## the exhaustive and long tests, and guards taken away
 	$(call LIMIT,14400) $(BIN)/python -m pytest --timeout=7200 -m soak
+	$(call LIMIT,3600) $(BIN)/python scripts/mutation_check.py
 
 # $(call NEW_VENV,FOLDER) makes an environment. A half-made one has no pip and is made anew.
 define NEW_VENV

@@ -130,6 +130,11 @@ class CaptureError(CglabError):
         """The same error, told at a line."""
         return type(self)(self.summary, operation=self.operation, place=place, advice=self.advice)
 
+    def advised(self, first: str) -> CaptureError:
+        """The same error with another next step before its own."""
+        advice = first if self.advice is None else f"{first}; {self.advice}"
+        return type(self)(self.summary, operation=self.operation, place=self.place, advice=advice)
+
 
 class HostReadError(CaptureError):
     """The function reads device data on the host, so a replay would act on a frozen value."""

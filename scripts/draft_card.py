@@ -85,6 +85,8 @@ def draft_card(card: dict[str, Any]) -> str:
         return f"**{measured['accept_length']:.3f}** ({shares})"
 
     held_out, (what, script) = card["held_out"], KINDS[card["architecture"]]
+    strayed = f"; of every second batch, prompts half sampled at {card['stray']}" if card.get("stray") else ""
+    resumed = f", from the weights of {card['resumed_from']}" if card.get("resumed_from") else ""
     most = max(map(int, held_out["distribution"]))
     rows = {
         "target": f"`{card['target']}`",
@@ -96,11 +98,11 @@ def draft_card(card: dict[str, Any]) -> str:
         "distinct 4-grams in these": f"{held_out['distinct_4grams']:.3f}",
         "training loss of that step": f"{card['train_loss']:.4f}",
         "steps": f"{card['steps']:,} of {card['planned_steps']:,} planned, {card['batch']} texts each "
-        f"({card['epochs']} epochs)",
+        f"({card['epochs']} epochs){resumed}",
         "seed, peak learning rate": f"{card['seed']}, {card['peak_learning_rate']}",
         "trained on": f"{card['device']}, {card['seconds']:.0f} s, torch {card['torch']}",
         "learnt from": f"{card['continuations']:,} prompts of training files, {card['continued_tokens']:,} tokens of "
-        f"the target's own at temperatures {', '.join(map(str, card['temperatures']))}",
+        f"the target's own at temperatures {', '.join(map(str, card['temperatures']))}{strayed}",
         "continuations SHA-256": f"`{card['continuations_sha256']}`",
         "corpus": f"standard library of Python {card['python']}",
         "corpus SHA-256": f"`{card['corpus_sha256']}`",

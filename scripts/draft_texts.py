@@ -33,37 +33,33 @@ class Texts:
         """Some of the texts."""
         return type(self)(*(getattr(self, part.name)[rows] for part in fields(self)))
 
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """All of them, one after the other."""
-        return cls(*(torch.cat([getattr(each, part.name) for each in parts]) for part in fields(cls)))
-
 
 T = TypeVar("T", bound=Texts)
 Observe: TypeAlias = Callable[[Decoder, Tensor, Tensor], T]
 """Runs a target over texts [texts, length] int64 of which [texts] tokens count, and keeps what a draft sees."""
 
 
-def lessons(target: Decoder, data: Path, observe: Observe[T], batch: int) -> list[T]:
-    """All continuations as the target sees them, equally long ones together, ``batch`` at a time through it."""
-    device, ends = target.norm.weight.device, target.config.eos_token_ids
+def lessons(data: Path, ends: Sequence[int], drafted: int) -> list[Texts]:
+    """All continuations, equally long ones together, on the CPU.
+
+    Args:
+        data: what ``pico_continuations.py`` wrote.
+        ends: tokens that end a text.
+        drafted: tokens of a pass; as in the measure, a text of which no more count has none.
+    """
     kinds = []
     for name, array in np.load(data / "continuations.npz").items():
         prompt = int(name)
-        counted = [prompt + counted_length(row[prompt:].tolist(), ends) for row in array]
-        tokens = torch.from_numpy(array.astype(np.int64)).to(device)
-        lengths = torch.tensor(counted, device=device)
-        parts = [
-            observe(target, *pair) for pair in zip(tokens.split(batch), lengths.split(batch), strict=True)
-        ]
-        kinds.append(type(parts[0]).joined(parts))
+        counted = torch.tensor([prompt + counted_length(row[prompt:].tolist(), ends) for row in array])
+        enough = counted > prompt + drafted
+        kinds.append(Texts(torch.from_numpy(array.astype(np.int64))[enough], counted[enough]))
     return kinds
 
 
-def batches(kinds: list[T], batch: int, seed: int) -> Iterator[T]:
+def batches(kinds: Sequence[T], batch: int, seed: int) -> Iterator[T]:
     """Endless batches of equally long texts; every epoch has each text once, but for an incomplete last batch.
 
-    Texts of which about equally much is learnt from come together, and are cut after that.
+    Texts of which about equally much is learnt from come together.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     while True:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from train_pico import CALIBRATION, learning_rate
 
 from cglab.models.decoder import Decoder
-from cglab.models.drafts import DraftModel
+from cglab.models.drafts import DraftModel, load_draft
 from cglab.models.loading import INTO_STREAM, load_model
 
 CORPUS_TOKENS = 16  # of each prompt, learnt from beside its continuation
@@ -77,12 +77,14 @@ def train(
     exact = load_model(options.model, device=device, dtype=torch.float32).model
     draft.bind(target)
     initialise(draft, options.seed)
+    if options.resume:
+        draft.load_state_dict(load_draft(options.resume, exact).model.state_dict())
     kind = measure_of(draft)
     prompts = [prompt["ids"] for prompt in json.loads((options.model / "prompts.json").read_text())]
     held_out = held_out_texts(exact, prompts, kind.observe, options.held_out_tokens)
     lookup = summary([lookup_passes(text, kind.steps) for text in held_out], held_out, kind.steps)
     print(f"look-up {lookup}", flush=True)
-    texts_by_length = lessons(target, options.data, kind.observe, 128)
+    texts_by_length = lessons(options.data, target.config.eos_token_ids, kind.steps)
     count = sum(len(each.tokens) for each in texts_by_length)
     print(f"{count} texts", flush=True)
 
@@ -90,7 +92,8 @@ def train(
     autocast = torch.autocast(device.type, dtype=torch.bfloat16)
     steps = options.steps
     began = calibrated = time.perf_counter()
-    for step, texts in enumerate(batches(texts_by_length, options.batch, options.seed), start=1):
+    for step, drawn in enumerate(batches(texts_by_length, options.batch, options.seed), start=1):
+        texts = kind.observe(target, drawn.tokens.to(device), drawn.counted.to(device))
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = learning_rate(step, steps, options.peak)
@@ -116,6 +119,7 @@ def train(
         card = {
             "target": options.model.name,
             "seed": options.seed,
+            "resumed_from": options.resume and options.resume.name,
             "batch": options.batch,
             "peak_learning_rate": options.peak,
             **facts,
@@ -144,6 +148,7 @@ def parser_of(text: str, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, default=Path("data/models/pico-gqa"))
     parser.add_argument("--data", type=Path, default=Path(".work/pico"))
     parser.add_argument("--out", type=Path, default=Path(out))
+    parser.add_argument("--resume", type=Path, help="a draft's folder, whose weights are the first ones")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=None, help="time to train, preparation apart")
     parser.add_argument("--steps", type=int, default=8000, help="upper limit of the steps")

@@ -1,6 +1,7 @@
 """Continues training text with a pico model: what its drafts learn from, as speculation follows the target's own text.
 
     PYTHONPATH=. python scripts/pico_continuations.py [--model data/models/pico-gqa] [--data .work/pico]
+    PYTHONPATH=. python scripts/pico_continuations.py --batch 2048 --temperatures 0 --stray 1  # for pico-gqa-dflash
 
 Reads ``train.npy`` of ``pico_corpus.py`` and writes ``continuations.npz``: for each prompt length an array
 [texts, length + 96] uint16, prompts from training files with the target's greedy and sampled continuations, and
@@ -29,7 +30,6 @@ from cglab.models.loading import load_model
 CONTINUED = 96
 PROMPT_LENGTHS = (16, 32, 64, 128, 192, 256)
 TEMPERATURES = (0.0, 0.5, 0.0, 0.8)  # of the batches of one prompt length in turn; 0 is greedy
-BATCH = 128
 
 
 class WindowCache:
@@ -115,12 +115,33 @@ def choose_prompts(tokens: np.ndarray, length: int, count: int, seed: int) -> Te
     return torch.from_numpy(np.stack(chosen).astype(np.int64))
 
 
+def stray(model: Decoder, prompts: Tensor, temperature: float, seed: int) -> Tensor:
+    """Prompts [texts, length] int64 whose second half is sampled from the target instead.
+
+    A target knows its training files by heart, and is easier to draft for there than on text that it never saw.
+
+    Args:
+        model: the target.
+        prompts: from training files.
+        temperature: of sampling.
+        seed: likewise.
+    """
+    kept, replaced = prompts.tensor_split((prompts.shape[1] // 2,), dim=1)
+    sampled = continue_texts(model, kept, replaced.shape[1], temperature=temperature, seed=seed)
+    return torch.cat((kept, sampled), dim=1)
+
+
 def main() -> None:
     """Reads the command line and writes the continuations."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("data/models/pico-gqa"))
     parser.add_argument("--data", type=Path, default=Path(".work/pico"))
-    parser.add_argument("--batches", type=int, default=16, help=f"of {BATCH} texts for each prompt length")
+    parser.add_argument("--batches", type=int, default=16, help="for each prompt length")
+    parser.add_argument("--batch", type=int, default=128, help="texts at a time")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=TEMPERATURES, help="of batches in turn"
+    )
+    parser.add_argument("--stray", type=float, help="temperature of half of every second batch's prompts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -129,10 +150,11 @@ def main() -> None:
     began, arrays = time.perf_counter(), {}
     for length in PROMPT_LENGTHS:
         rows = []
-        prompts = choose_prompts(tokens, length, options.batches * BATCH, options.seed)
-        for batch, part in enumerate(prompts.to(options.device).split(BATCH)):
-            temperature = TEMPERATURES[batch % len(TEMPERATURES)]
+        prompts = choose_prompts(tokens, length, options.batches * options.batch, options.seed)
+        for batch, prompt in enumerate(prompts.to(options.device).split(options.batch)):
+            temperature = options.temperatures[batch % len(options.temperatures)]
             seed = hash((options.seed, length, batch)) % 2**31
+            part = stray(model, prompt, options.stray, seed) if options.stray and batch % 2 else prompt
             continued = continue_texts(model, part, CONTINUED, temperature=temperature, seed=seed)
             rows.append(torch.cat((part, continued), dim=1).cpu().numpy().astype(np.uint16))
         arrays[f"{length:03d}"] = np.concatenate(rows)
@@ -144,7 +166,8 @@ def main() -> None:
         ).hexdigest(),
         "continuations": sum(map(len, arrays.values())),
         "continued_tokens": CONTINUED * sum(map(len, arrays.values())),
-        "temperatures": TEMPERATURES,
+        "temperatures": options.temperatures,
+        "stray": options.stray,
         "continuations_seed": options.seed,
     }
     (options.data / "continuations.json").write_text(json.dumps(facts, indent=1) + "\n")

@@ -104,4 +104,6 @@ def _told(claim: ClaimResult) -> str:
     for part in claim.parts:
         value = "not recorded" if part.value is None else f"{part.value:.4g}"
         lines.append(f"{part.status:>10}  {part.name}: {value}, wanted {part.comparison} {part.target:g}")
+        if part.status == "unmet" and part.reason:
+            lines += [" " * 12 + line for line in wrap(part.reason, 88)]
     return "\n    ".join(lines)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.random import fork_rng
 
-from cglab.errors import EmptyCaptureError, ToggleError
+from cglab.errors import CaptureError, EmptyCaptureError, ToggleError
 from cglab.graphs.breaks import Aside, BreakCall, Inline, Refuse, Split, Stage, staged
 from cglab.graphs.keys import ShapeKey, require_key
 from cglab.graphs.ledger import CaptureCost
@@ -30,6 +30,11 @@ log = logging.getLogger("cglab.graphs")
 
 Recorded = tuple[list[Segment | BreakCall], Stored, TakeSeconds]
 """What a recording left behind, its output, and what it took."""
+
+NO_WARM_UP = (
+    "warm-ups are off (warmups=0): if this line makes a handle or loads a kernel on first use, leave them on"
+)
+"""What a capture that nothing warmed up is told first when it fails (B01)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,12 @@ class Backend(ABC):
         started = time.perf_counter()
         copies, warmups, loaded = self._warm_up(function, footprint, after_warmup)
         warmed = time.perf_counter()
-        steps, output, seconds = self._record(function)
+        try:
+            steps, output, seconds = self._record(function)
+        except CaptureError as error:
+            if warmups:
+                raise
+            raise error.advised(NO_WARM_UP) from error.__cause__
         if len(steps) > 1 and after_warmup is not None:  # breaks, and what they read, ran for real
             after_warmup()
         segments = [step for step in steps if not isinstance(step, BreakCall)]

@@ -64,7 +64,6 @@ class Recordings:
         self.ledger: list[CaptureCost] = []
         self.failures: dict[ShapeKey, str] = {}
         self.present: frozenset[str] | None = None
-        self._captures = 0
         self.rows: list[int | None] | None = None
 
     def key(self, size: int) -> ShapeKey:
@@ -77,13 +76,12 @@ class Recordings:
         Raises:
             CaptureError: with ``strict``, for the first bucket that fails.
         """
-        try:
-            self._capture(buckets, prepare, absent)
-        finally:
-            self._captures += 1
-
-    def _capture(self, buckets: Sequence[int], prepare: Prepare | None, absent: Sequence[str]) -> None:
-        self.present = frozenset(self._buffers.slots) - frozenset(absent)
+        present = frozenset(self._buffers.slots) - frozenset(absent)
+        if (
+            present != self.present
+        ):  # what has other inputs must not be there to be replayed where this fails (P16)
+            self._forget()
+        self.present = present
         self._buffers.reset()
         with self._backend.capture_session():
             for size in sorted(buckets, reverse=True):
@@ -99,6 +97,11 @@ class Recordings:
                     self.failures = {self.key(rest): str(error) for rest in buckets} | self.failures
                     break
             self.rows = self._trim_rule(prepare)
+
+    def _forget(self) -> None:
+        for key in self._backend.keys:
+            self._backend.drop(key)
+        self.ledger, self.failures = [], {}
 
     def _capture_bucket(self, size: int, prepare: Prepare | None) -> CaptureError | None:
         key, views = self.key(size), self._buffers.view(size, self.present)
@@ -197,8 +200,11 @@ class Recordings:
 
     @property
     def version(self) -> int:
-        """Another number after every capture or drop: what was decided over the recordings holds no longer."""
-        return self._captures + self._backend.drops
+        """Another number after every drop: what was decided over the recordings holds no longer.
+
+        A recording that is made again under its key serves what the one before it served.
+        """
+        return self._backend.drops
 
     @property
     def sizes(self) -> list[int]:

@@ -24,6 +24,7 @@ from cglab.lab.pipeline_bench import pipeline
 from cglab.lab.planner_bench import planner
 from cglab.lab.prefill_bench import prefill
 from cglab.lab.replay_bench import replay
+from cglab.lab.soak_bench import soak
 from cglab.lab.ttft_bench import ttft
 from cglab.measure.record import Record
 
@@ -91,6 +92,7 @@ BENCHES: Mapping[str, Bench] = {
         "held-out prompts drafted and verified in every form, against plain decoding and the three oracles",
         speculation,
     ),
+    "soak": Bench("a fixed sequence of decode steps, many times from the same state: hashes, memory", soak),
     "notebooks": Bench("every notebook under nbval, on the model of CGLAB_MODEL", suites.notebooks),
     "gpu-tests": Bench("the tests that need a CUDA device", suites.gpu_tests),
 }

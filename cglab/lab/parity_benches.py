@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cglab.errors import InputError
 from cglab.lab.checking import CASES, check_technique
 from cglab.lab.recovery import recovery_sweep
 from cglab.lab.request_cases import LOAD, check_requests
@@ -18,6 +19,8 @@ from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.record import Record, make_record, new_run
 from cglab.models.ops import good_ops
 
+DRAFTS = ("assistant", "block")
+"""Kinds of draft whose speculation is checked."""
 UNCOUNTED = (
     "Tokens per pass are over all passes, those that only repeat included: bench accept counts by the rule."
 )
@@ -134,6 +137,8 @@ def speculation(
     prompts: int = 20,
     new_tokens: int = 200,
     ops: Sequence[str] | None = None,
+    topk: Sequence[int] = (1, 3),
+    drafts: Sequence[str] = DRAFTS,
 ) -> Iterator[Record]:
     """Held-out prompts drafted and verified, in every form of the steps, against plain decoding and three oracles.
 
@@ -145,13 +150,23 @@ def speculation(
         prompts: how many, all at once.
         new_tokens: of each.
         ops: forms in which the models compute; None for all that the device can use.
+        topk: candidates of a draft's steps, of 1 and 3.
+        drafts: kinds of draft, of ``DRAFTS``; blocks have one candidate alone.
 
     Yields:
         A record for each form, dtype and ops.
+
+    Raises:
+        InputError: if no form is left.
     """
     run = new_run()
     sizes = {"prompts": 5, "new_tokens": 10} if quick else {"prompts": prompts, "new_tokens": new_tokens}
-    forms = [form for form in FORMS if not quick or (form.padding and "eager" not in form)]
+    asked = [form for form in FORMS if form.topk in topk and DRAFTS[form.block] in drafts]
+    if not asked:
+        raise InputError(
+            f"no form has topk in {topk} and drafts in {drafts}; good: 1, 3 and {', '.join(DRAFTS)}"
+        )
+    forms = [form for form in asked if not quick or (form.padding and "eager" not in form)]
     for dtype, used in product(dtypes, _forms(ops, device)):
         checked = check_speculation(device, forms=forms, dtype=dtype, ops=used, progress=progress, **sizes)
         for form, found, accepted in checked:

@@ -114,4 +114,7 @@ def gpu_tests(
     layers = ("graphs",) if quick else ("graphs", "models", "runners", "engine", "measure", "lab")
     # Most of the time goes into starting processes and capturing, so a few workers share a device well.
     workers = ["-n", "6"] if find_spec("xdist") else []
-    return _record("gpu-tests", ["-m", "gpu", *workers, *(f"tests/{layer}" for layer in layers)], device)
+    # By name as they end, so that a run that is cut short has told what failed.
+    return _record(
+        "gpu-tests", ["-v", "-v", "-m", "gpu", *workers, *(f"tests/{layer}" for layer in layers)], device
+    )

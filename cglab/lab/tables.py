@@ -52,6 +52,7 @@ _COLUMNS = {
                "accept_length", "tokens_s", "tokens_equal"),
     "planner": ("time_ms", "ratio_to_sglang", "waste", "buckets", "eager_steps", "memory_mb", "capture_s", "ok"),
     "recovery": ("operations", "tried", "failed", "ok"),
+    "soak": ("rounds", "total_steps", "hashes_equal", "memory_growth_bytes", "seconds", "ok"),
     "notebooks": ("tests", "passed", "failures", "errors", "skipped", "ok"),
     "gpu-tests": ("tests", "passed", "failures", "errors", "skipped", "ok"),
     "parity": ("cases", "steps", "captured", "bitwise", "tokens_equal", "ok"),

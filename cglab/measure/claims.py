@@ -9,6 +9,7 @@ corrupted.
 from __future__ import annotations
 
 import operator
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -47,13 +48,30 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """What keeps a part from being met, in words with formulas in braces, computed from the records judged."""
+
+    text: str
+    formulas: Mapping[str, Formula]
+
+    def told(self, records: Mapping[str, Record]) -> str:
+        """The text with its values."""
+        metrics = {name: record.metrics for name, record in records.items()}
+        text = self.text
+        for written, formula in self.formulas.items():
+            text = text.replace(written, f"{formula.value(metrics):.3g}")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """One condition of a claim, the records that it reads, and what would do instead."""
+    """One condition of a claim, the records that it reads, what would do instead, and what bounds it."""
 
     name: str
     select: Mapping[str, Mapping[str, Any]]
     condition: Condition
     alternative: Condition | None = None
+    bound: Bound | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +97,7 @@ class PartResult:
         runs: ids of the records.
         devices: names of their devices.
         current: all of them were made with the package as it is now.
-        reason: why it is unmeasured.
+        reason: why it is unmeasured; of an unmet part what bounds it, where that is known.
     """
 
     name: str
@@ -178,8 +196,14 @@ def _part(raw: Mapping[str, Any]) -> Part:
     names = tuple(select)
     other = raw.get("alternative")
     return Part(
-        raw["name"], select, _condition(raw, names), None if other is None else _condition(other, names)
-    )
+        raw["name"], select, _condition(raw, names), None if other is None else _condition(other, names),
+        _bound(raw["bound"], names) if "bound" in raw else None,
+    )  # fmt: skip
+
+
+def _bound(text: str, names: tuple[str, ...]) -> Bound:
+    written = re.findall(r"\{[^{}]*\}", text)
+    return Bound(text, {each: parse_formula(each[1:-1], names) for each in written})
 
 
 def _condition(raw: Mapping[str, Any], names: tuple[str, ...]) -> Condition:
@@ -226,10 +250,12 @@ def _judge(part: Part, condition: Condition, runs: Sequence[Sequence[Record]], t
             continue
         records = list(chosen.values())
         stretch = condition.stretch
+        met = condition.holds(value)
         return PartResult(
             **told,
             value=value,
-            status="met" if condition.holds(value) else "unmet",
+            status="met" if met else "unmet",
+            reason=None if met or part.bound is None else part.bound.told(chosen),
             stretch=None if stretch is None else bool(_COMPARISONS[condition.comparison](value, stretch)),
             margin=condition.margin(value),
             runs=tuple(record.id for record in records),

@@ -18,14 +18,14 @@ SYMBOLS = dict(zip(HELD_OUT, ("circle", "square", "diamond"), strict=True))
 def predicted_step(
     title: str, own: Mapping[str, Record | None], predicted: Mapping[str, Predicted]
 ) -> go.Figure:
-    """The predicted step of each arm, hatched, with its range; below it the recorded one, where there is one.
+    """The predicted step of each arm, hatched, or the range of one that the host decides; below it the recorded one.
 
     Args:
         title: of the figure.
         own: the recording of each arm at this very size.
         predicted: by arm.
     """
-    note = "Hatched: predicted, without the recording below it. A line alone: the range of a step that the host decides"
+    note = "Hatched: predicted, without the recording below it. A line: what the host took elsewhere for as many launches"
     made = figure(title, note, height=170 + 90 * len(predicted), barmode="overlay")
     for arm, each in predicted.items():
         lane = f"<b>{arm}</b><br>predicted"

@@ -3,6 +3,7 @@
 import functools
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +125,19 @@ def test_b35_state_that_comes_back_at_another_address_is_refused(device):
         Cache.data = Cache.data.clone()
         with pytest.raises(AddressError, match=r"memory that the recording reads has moved: cache\.data"):
             captured(x=torch.ones(2, 3, device=device))
+
+
+def test_b35_memory_that_moves_unwatched_is_read_where_it_was(device):
+    """What no contract reaches is read by address on both recorders: the tape must not follow Python's handle."""
+    state = SimpleNamespace(inner=SimpleNamespace(cache=torch.ones(3, device=device)))
+    x = torch.zeros(2, 3, device=device)
+    with cglab.capture(lambda x: x + state.inner.cache, slots={"x": cglab.Slot()}, buckets=(2,)) as captured:
+        assert captured(x=x).unique().tolist() == [1]
+        old = state.inner.cache.detach()
+        state.inner.cache.data = torch.full((3,), 9.0, device=device)
+        assert captured(x=x).unique().tolist() == [1]
+        old.fill_(5.0)
+        assert captured(x=x).unique().tolist() == [5]
 
 
 def test_b35_many_moved_tensors_are_counted(device, model):

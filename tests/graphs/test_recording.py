@@ -392,6 +392,22 @@ def test_t5_what_a_break_writes_during_a_tape_capture_is_undone_too():
         assert captured(x=torch.ones(2, 4)).tolist() == [[3] * 4] * 2 and cache.sum() == 16
 
 
+def test_p28_b15_a_failed_capture_leaves_the_random_generator_where_it_was(device):
+    """What was drawn before the failure is drawn again by the eager steps after it."""
+
+    def step(x):
+        torch.rand_like(x)
+        raise ValueError("halfway")
+
+    torch.manual_seed(11)
+    expected = torch.rand(4, device=device)
+    torch.manual_seed(11)
+    with cglab.capture(step, slots=X, buckets=(2,), strict=True) as captured:
+        with pytest.raises(CaptureError):
+            captured.warm(x=torch.ones(2, 4, device=device))
+    assert torch.equal(torch.rand(4, device=device), expected)
+
+
 def test_p28_two_warm_ups_for_the_first_shape_one_for_the_next_and_the_hook_after_each(device):
     runs, undone = [], []
 
@@ -412,6 +428,23 @@ def test_p28_two_warm_ups_for_the_first_shape_one_for_the_next_and_the_hook_afte
     fixed(x=torch.ones(2, 4, device=device))
     assert [line["warmups"] for line in fixed.memory()] == [2, 2], "a setting restores two everywhere"
     fixed.close()
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_b01_a_capture_that_fails_without_a_warm_up_says_that_warm_ups_are_off(device, backend):
+    def step(x):
+        return x * x.sum().item()
+
+    said = {}
+    for warmups in (0, None):
+        with cglab.capture(
+            step, slots=X, buckets=(2,), backend=backend, warmups=warmups, strict=True
+        ) as captured:
+            with pytest.raises(HostReadError) as told:
+                captured.warm(x=torch.ones(2, 4, device=device))
+        said[warmups] = str(told.value)
+        assert "x.sum().item()" in said[warmups] and "@cglab.eager_break" in said[warmups]
+    assert "warmups=0" in said[0] and "warm-up" not in said[None]
 
 
 def test_b02_a_per_stream_cache_misses_in_the_warm_up_and_never_in_the_capture(device):

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cglab
-from cglab.errors import SlotError
+from cglab.errors import CaptureError, SlotError
 from cglab.graphs.buffers import SharedBuffers, StaticBuffers
+from cglab.graphs.captured import Captured
+from cglab.graphs.options import CaptureFailedWarning, Options
 from cglab.graphs.slots import Padding, Slot
 
 INT = torch.int64
@@ -78,6 +80,32 @@ def test_p16_an_absent_optional_input_never_shows_the_old_buffer(device):
         assert torch.equal(captured(x=x), x * 2)
         assert torch.equal(captured(x=x, bias=bias), x * 3)
         assert captured.coverage().reasons == {"INPUT_KIND": 1} and captured.coverage().captured == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_p16_b15_a_failed_capture_with_other_inputs_leaves_no_recording_of_the_former_ones(device, strict):
+    """It would be replayed over the pad value of an input that the step does not have any more."""
+    broken = []
+
+    def step(x, bias=None):
+        if x.shape[0] in broken:
+            raise ValueError("no")
+        return x * 2 if bias is None else x * bias
+
+    slots = {"x": Slot((-1, 3), torch.float32, pad=0.0), "bias": Slot((-1, 3), torch.float32, optional=True)}
+    x = torch.ones(2, 3, device=device)
+    with Captured("step", step, slots, (2, 4), device, Options(strict=strict)) as captured:
+        assert torch.equal(captured(x=x, bias=x * 5), x * 5)
+        broken.append(2)
+        caught = pytest.raises(CaptureError) if strict else pytest.warns(CaptureFailedWarning)
+        with caught:
+            captured.capture(absent=["bias"])
+        assert captured.captured_sizes == [4] and [line["bucket"] for line in captured.memory()] == ["4"]
+        broken.clear()
+        assert torch.equal(captured(x=x), x * 2)
+        assert captured.coverage().reasons == {"CAPTURE_FAILED": 1}
+        assert torch.equal(captured(x=torch.ones(4, 3, device=device)), torch.full_like(x, 2.0).repeat(2, 1))
+        assert captured.coverage().captured == 2
 
 
 def test_p17_a_slot_that_other_steps_overwrite_is_refilled_before_it_is_read(device):

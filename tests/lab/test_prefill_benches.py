@@ -161,7 +161,7 @@ def test_prefill_counts_breaks_padding_and_what_its_buckets_cost(prefill):
     ]  # 16: the cached tokens were computed by this arm
 
 
-def test_p7_a_step_that_no_bucket_serves_has_no_break_and_no_padding(monkeypatch):
+def test_p07_a_step_that_no_bucket_serves_has_no_break_and_no_padding(monkeypatch):
     monkeypatch.setattr(prefill_bench, "QUICK_POINTS", ((8, 0), (1, 0)))
     breakable = list(prefill_bench.prefill(CPU, quick=True))[5]
     assert breakable.workload["tokens"] == 1 and breakable.arm == "breakable"

@@ -9,6 +9,7 @@ from cglab.engine.acceptance import AcceptLengths
 from cglab.engine.speculator import Speculator
 from cglab.errors import InputError
 from cglab.lab.benches import BENCHES
+from cglab.lab.parity_benches import speculation
 from cglab.lab.speculative_cases import FORMS, Form, check_speculation
 from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.seed_step import SeedRunner
@@ -120,3 +121,12 @@ def test_the_bench_records_every_form_with_its_accept_length():
         for part in ("seed=graph, loop=full", "seed=fused, loop=full", "sampler=graph, draft=full")
     }
     assert sorted(record.workload["topk"] for record in records) == [1, 1, 1, 3, 3]
+
+
+def test_the_bench_takes_some_of_the_forms_and_refuses_none():
+    records = list(speculation(CPU, quick=True, dtypes=(torch.float32,), topk=(3,)))
+    assert {(record.workload["topk"], record.workload["padding"]) for record in records} == {(3, True)}
+    blocks = list(speculation(CPU, quick=True, dtypes=(torch.float32,), drafts=("block",)))
+    assert blocks and all(record.arm.startswith("sampler=") and record.metrics["ok"] for record in blocks)
+    with pytest.raises(InputError, match="no form has topk in"):
+        next(speculation(CPU, quick=True, topk=(3,), drafts=("block",)))

@@ -289,3 +289,27 @@ def test_broken_claims_are_named(tmp_path, content, reason):
         load_claims(path)
     with pytest.raises(ResultsError, match="cannot read"):
         load_claims(tmp_path / "missing.toml")
+
+
+def test_an_unmet_part_says_what_bounds_it_with_values_of_the_records_that_were_judged(tmp_path):
+    path = tmp_path / "claims.toml"
+    path.write_text("""
+[[claim]]
+id = "X"
+text = "a target"
+[[claim.part]]
+name = "part"
+where = { bench = "decode" }
+formula = "step_ms / floor_ms"
+comparison = "<="
+target = 1.2
+bound = "its {kernels} kernels take {busy_ms / floor_ms}"
+""")
+    claims = load_claims(path)
+    (unmet,) = evaluate(claims, [record(1, metrics=METRICS | {"step_ms": 8.0})], NOW)[0].parts
+    assert (unmet.status, unmet.reason) == ("unmet", "its 300 kernels take 1.08")
+    (met,) = evaluate(claims, [record(1)], NOW)[0].parts
+    assert (met.status, met.reason) == ("met", None)
+    path.write_text(path.read_text().replace("{kernels}", "{open(1)}"))
+    with pytest.raises(ResultsError, match="'X'"):
+        load_claims(path)

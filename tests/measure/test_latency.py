@@ -47,7 +47,7 @@ def test_one_request_by_hand():
     assert (found.completed, found.prompt_tokens, found.new_tokens) == (1, 8, 4)
 
 
-def test_p90_is_what_nine_in_ten_do_as_well_or_better():
+def test_the_ninetieth_percentile_is_what_nine_in_ten_do_as_well_or_better():
     """S2 prints a P90 rate below the P50 one."""
     requests = [timing(index, [1.0, 1.0 + 1.0 / (index + 1)]) for index in range(11)]  # rates 1 to 11
     found = latency(run(*requests))

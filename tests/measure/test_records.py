@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,41 +183,55 @@ def write_beyond(path, limit, pipe):
         pipe.send(str(error))
 
 
-def test_a_kill_at_any_byte_leaves_whole_lines(tmp_path):
-    """A writer is killed again and again; what it had reported is there, nothing is half there."""
+def killed_while_it_appends(path, prepare, *arguments):
+    """What ended a process that appends after ``prepare``."""
+
+    def write():
+        prepare(*arguments)
+        append(path, [record(2)])
+
+    writer = multiprocessing.get_context("fork").Process(target=write)
+    writer.start()
+    writer.join()
+    return -writer.exitcode
+
+
+def die_at_byte(limit):
+    """The kernel kills a process that writes beyond a limit, after the bytes up to it."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def die_at_call(name):
+    setattr(os, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def still_whole(path, before):
+    """What was there is there, a next writer goes on after it, and no unfinished copy is left."""
+    assert path.read_bytes() == before
+    append(path, [record(3)])
+    assert [each.id for each in load(path.parent).records] == ["id1", "id3"]
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.5, 0.8, 1])
+def test_a_kill_at_any_byte_leaves_whole_lines(tmp_path, share):
     path = tmp_path / "a.jsonl"
-    big = record(5, samples={"step_ms": [0.125] * 20_000})
-    context = multiprocessing.get_context("fork")
-    reported = 0
-    for attempt in range(6):
-        ours, theirs = context.Pipe(duplex=False)
-        writer = context.Process(target=write_for_ever, args=(path, big, theirs))
-        writer.start()
-        theirs.close()
-        ours.recv()
-        reported += 1
-        time.sleep(0.003 * attempt)
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
-        while True:
-            try:
-                ours.recv()
-            except EOFError:
-                break
-            reported += 1
-        results = load(tmp_path)
-        assert results.problems == ()
-        assert len(results.records) >= reported
-        assert all(each == big for each in results.records)
-    (tmp_path / ".a.jsonl.killed.part").write_bytes(b"half")
     append(path, [record(1)])
-    assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]  # no unfinished copies are left
+    before = path.read_bytes()
+    last = len(before) + len(record(2).as_line()) - 1
+    assert killed_while_it_appends(path, die_at_byte, round(share * last)) == signal.SIGXFSZ
+    still_whole(path, before)
 
 
-def write_for_ever(path, big, pipe):
-    while True:
-        append(path, [big])
-        pipe.send(1)
+@pytest.mark.parametrize("call", ["fdopen", "fchmod", "fsync", "replace"])
+def test_a_kill_at_any_call_leaves_whole_lines(tmp_path, call):
+    path = tmp_path / "a.jsonl"
+    append(path, [record(1)])
+    before = path.read_bytes()
+    assert killed_while_it_appends(path, die_at_call, call) == signal.SIGKILL
+    still_whole(path, before)
 
 
 def test_concurrent_writers_lose_nothing(tmp_path):

@@ -201,7 +201,8 @@ def training_facts(tmp_path):
     told = {
         "manifest": {"python": "3.11", "corpus_sha256": "0" * 64},
         "continuations": {
-            "continuations": 8, "continued_tokens": 96, "temperatures": [0.0], "continuations_sha256": "1" * 64,
+            "continuations": 8, "continued_tokens": 96, "temperatures": [0.0], "stray": 1.0,
+            "continuations_sha256": "1" * 64,
         },
     }  # fmt: skip
     for name, facts in told.items():
@@ -215,7 +216,7 @@ def training_facts(tmp_path):
         return {
             "target": "tiny", "held_out": half | {"distinct_4grams": 1.0}, "look_up": half, "train_loss": 1.0,
             "steps": 8, "planned_steps": 8, "batch": 8, "epochs": 8, "seed": 0, "peak_learning_rate": 1e-2,
-            "device": "CPU", "seconds": 1.0,
+            "device": "CPU", "seconds": 1.0, "resumed_from": None,
         }  # fmt: skip
 
     return facts_of

@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
 
-from cglab.models.kernels.attention import paged_attention, parts_for
+from cglab.errors import InputError
+from cglab.models.kernels.attention import MOST_DIM, block_for, paged_attention, parts_for, rows_for
 from cglab.models.kernels.thin import thin_linear
 from cglab.models.kernels.turn import turn_and_store
 from cglab.models.rotary import rotate
@@ -114,9 +115,10 @@ TREE = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 
 
 @pytest.mark.parametrize("parts", [1, 5])
 @pytest.mark.parametrize("window", [None, 7])
-def test_paged_attention_of_a_tree_sees_the_way_to_the_root(parts, window):
+@pytest.mark.parametrize("heads", [6, 14])  # one program for a key head, and three
+def test_paged_attention_of_a_tree_sees_the_way_to_the_root(parts, window, heads):
     torch.manual_seed(0)
-    heads, kv_heads, dim, page_size, pages, width = 6, 2, 20, 4, 50, 5
+    kv_heads, dim, page_size, pages, width = 2, 20, 4, 50, 5
     keys = random((3 * pages + 1) * page_size, kv_heads, dim)
     values = torch.randn_like(keys)
     table = torch.randperm(3 * pages, device=DEVICE).view(3, pages) + 1
@@ -154,3 +156,20 @@ def test_parts_fill_the_processors_once_and_never_outnumber_the_blocks(requests)
     assert 1 <= parts <= 64
     assert parts == 1 or requests * 8 * parts <= 4 * 132
     assert parts_for(requests, 8, 132, 60) <= 2
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("dim", [1, 16, 80, 128, 256, 512])
+def test_blocks_are_what_a_matrix_unit_takes_and_shared_memory_holds(dim, element_size):
+    for split in (False, True):
+        block = block_for(dim, element_size, split=split)
+        assert 16 <= block <= (32 if split else 64) and block & (block - 1) == 0
+        assert 4 * block * dim * element_size <= 128 * 1024
+    for rows in range(1, 600):
+        taken = rows_for(rows, element_size)
+        assert 16 <= taken <= 64 and taken & (taken - 1) == 0 and taken < max(2 * rows, 17)
+
+
+def test_a_head_that_is_too_wide_is_told_with_what_to_do():
+    with pytest.raises(InputError, match="at most 512: use the portable ops"):
+        block_for(MOST_DIM + 1, 2, split=False)

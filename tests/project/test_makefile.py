@@ -73,6 +73,12 @@ def test_pytest_runs_last_in_make_test(root):
     assert any(line.endswith("lint-imports") for line in plan)
 
 
+def test_soak_ends_with_guards_taken_away(root):
+    plan = make(root, "--dry-run", "soak").stdout.strip().splitlines()
+    assert plan[-2].endswith("-m pytest --timeout=7200 -m soak")
+    assert plan[-1].endswith("python scripts/mutation_check.py")
+
+
 def test_files_run_side_by_side_and_on_a_gpu_in_turn(root, tmp_path):
     gpu = tmp_path / "nvidia-smi"
     gpu.touch(mode=0o755)

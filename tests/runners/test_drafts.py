@@ -165,8 +165,23 @@ def test_a_failed_capture_runs_eager_with_the_reason_and_is_not_silent(shared):
     runner.close()
 
 
+def test_p42_a_failed_capture_leaves_the_targets_cache_as_it_was_and_where_it_was(speculative):
+    """Nothing is exchanged for a capture, so nothing is to be put back: the step before goes on as it did."""
+    one = speculative("seed", "full", (2,))
+    values = one.inputs([5, 4])
+    first = one.runner.run(2, **values)
+    places, before = [each.data_ptr() for each in one.kv.caches().values()], one.cache()
+    runner = Failing(one.runner.model, one.kv, one.group, (2, 4), Options("full"), topk=1)
+    with pytest.warns(CaptureFailedWarning, match="seed_step, bucket 4"):
+        runner.capture()
+    assert [each.data_ptr() for each in one.kv.caches().values()] == places
+    assert all(map(same_bits, one.cache(), before))
+    assert all(map(same_bits, one.runner.run(2, **values), first))
+    runner.close()
+
+
 @pytest.mark.parametrize("phase", ["seed", "loop", "fused"])
-def test_p42_p85_an_assistant_bound_to_another_target_after_a_capture_is_refused(speculative, phase):
+def test_p85_an_assistant_bound_to_another_target_after_a_capture_is_refused(speculative, phase):
     one = speculative(phase, "full", (2,))
     values = one.inputs([5, 4])
     first = one.runner.run(2, **values)

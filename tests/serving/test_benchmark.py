@@ -51,7 +51,7 @@ def test_what_was_asked_is_what_was_sent_and_every_request_is_told(drive):
     assert received[0][1] == asked.warm_bodies()[0]
 
 
-def test_both_p50_are_the_same_figure(drive):
+def test_both_medians_are_the_same_figure(drive):
     (result,), _ = drive([small(count=5)])
     assert result.latency.ttft_ms.p50 == pytest.approx(result.benchmark["median_ttft_ms"])
 

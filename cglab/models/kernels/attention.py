@@ -3,6 +3,9 @@
 Each program reads a part of one request's context for one key head, and all query heads that share it. How many parts
 there are is fixed for a batch size, how long they are follows from the request's length, which is data: one recording
 serves every length, and no more of the cache is read than a request has. Weights and sums are in float32.
+
+Where many query heads meet many new tokens, as in a wide tree, the rows are dealt out to several programs, and wide
+heads are read in shorter blocks: so a program fits a processor's shared memory, 227 KB on an H100 or H200.
 """
 
 from __future__ import annotations
@@ -12,19 +15,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cglab.errors import InputError
+
 LOG2_E = 1.4426950408889634
 MOST_PARTS = 64
 BLOCK, WARPS, STAGES = 32, 4, 3
 """Tokens that a program reads at a time, its warps, and blocks in flight: the best or within 3 % of it on an H200, at
 1, 16 and 64 requests of 512 tokens; where a context is not split, twice the tokens are."""
+MOST_DIM = 512
+BYTES_IN_FLIGHT = 1 << 17
+"""Of keys and values, two blocks of each: beside queries and weights what fits a processor of capability 9.0."""
 
 
 @triton.jit
 def _part(query, keys, values, table, rows, lens, tree, parts_out, parts_log, out, scale, pages, KV: tl.constexpr,
           GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
           NODES: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
-    request, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+          BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    request, part = tl.program_id(0), tl.program_id(2)
+    head, tile = tl.program_id(1) // TILES, tl.program_id(1) % TILES
     parts = tl.num_programs(2)
     length = tl.load(lens + request).to(tl.int32)
     page_row = table + tl.load(rows + request) * pages
@@ -34,7 +43,7 @@ def _part(query, keys, values, table, rows, lens, tree, parts_out, parts_log, ou
     share = tl.cdiv(tl.cdiv(length - begin, parts), BLOCK) * BLOCK
     first = begin + part * share
     last = tl.minimum(first + share, length)
-    asks, place = tl.arange(0, QUERIES), tl.arange(0, D)
+    asks, place = tile * QUERIES + tl.arange(0, QUERIES), tl.arange(0, D)
     # Row ``asks`` is new token ``asks // GROUP`` of the request and query head ``asks % GROUP`` of this key head.
     token, heads = request * WIDTH + asks // GROUP, head * GROUP + asks % GROUP
     real = (asks < GROUP * WIDTH)[:, None] & (place < DIM)[None, :]
@@ -55,7 +64,8 @@ def _part(query, keys, values, table, rows, lens, tree, parts_out, parts_log, ou
     for start in range(first, last, BLOCK):
         position = start + tl.arange(0, BLOCK)
         inside = position < last
-        page = tl.load(page_row + position // PAGE, mask=inside, other=0)
+        # A large cache has more elements than 32 bits count.
+        page = tl.load(page_row + position // PAGE, mask=inside, other=0).to(tl.int64)
         slot = (page * PAGE + position % PAGE) * KV + head
         cell = slot[:, None] * DIM + place[None, :]
         there = inside[:, None] & (place < DIM)[None, :]
@@ -116,6 +126,36 @@ def parts_for(requests: int, kv_heads: int, processors: int, context: int) -> in
     return max(1, min(wanted, triton.cdiv(context, BLOCK), MOST_PARTS))
 
 
+def rows_for(rows: int, element_size: int) -> int:
+    """Rows of queries that a program takes, a power of two: at least the 16 of a matrix unit, at most what compiles.
+
+    Args:
+        rows: of one request and key head: query heads of the key head times new tokens.
+        element_size: bytes of an element. Exact float32 products use no matrix unit: their code grows with
+            the rows, and takes minutes to compile for the rows of a wide tree.
+    """
+    return max(16, min(triton.next_power_of_2(rows), 16 if element_size > 2 else 64))
+
+
+def block_for(dim: int, element_size: int, *, split: bool) -> int:
+    """Tokens that a program reads at a time: fewer where the heads are wide, so that two blocks fit shared memory.
+
+    Args:
+        dim: of a head.
+        element_size: bytes of an element.
+        split: whether the context is in parts.
+
+    Raises:
+        InputError: the heads are wider than ``MOST_DIM``.
+    """
+    if dim > MOST_DIM:
+        raise InputError(
+            f"a head has {dim} elements; the attention kernel takes at most {MOST_DIM}: use the portable ops"
+        )
+    fitting = BYTES_IN_FLIGHT // (4 * triton.next_power_of_2(dim) * element_size)
+    return min(BLOCK if split else 2 * BLOCK, fitting)
+
+
 def paged_attention(
     query: Tensor,
     keys: Tensor,
@@ -146,6 +186,9 @@ def paged_attention(
         width: new tokens of each request.
         window: positions that a query sees, its own included; None for all before it.
         tree: [requests, width, width] bool, the new tokens that each of them sees; None for those before it.
+
+    Raises:
+        InputError: the heads are wider than ``MOST_DIM``.
     """
     tokens, heads, dim = query.shape
     kv, requests = keys.shape[1], tokens // width
@@ -154,16 +197,17 @@ def paged_attention(
     lines = requests * kv * parts * group * width if parts > 1 else 0
     parts_out = torch.empty((lines, dim), device=query.device, dtype=torch.float32)
     parts_log = torch.empty((lines,), device=query.device, dtype=torch.float32)
-    # At least 16 rows: a matrix unit takes no fewer.
-    queries = max(16, triton.next_power_of_2(group * width))
+    element = max(query.element_size(), keys.element_size())
+    queries, block = rows_for(group * width, element), block_for(dim, element, split=parts > 1)
+    tiles = triton.cdiv(group * width, queries)
     nodes = 0 if tree is None else triton.next_power_of_2(width)
     links = (
         request_rows if tree is None else tree.view(torch.uint8)
     )  # without a tree anything: it is not read
-    _part[(requests, kv, parts)](
+    _part[(requests, kv * tiles, parts)](
         query, keys, values, page_table, request_rows, seq_lens, links, parts_out, parts_log, out,
         LOG2_E / dim**0.5, page_table.shape[1], kv, group, queries, dim, padded_dim, width, nodes, page_size,
-        window or 0, parts > 1, BLOCK if parts > 1 else 2 * BLOCK, num_warps=WARPS, num_stages=STAGES,
+        window or 0, parts > 1, block, tiles, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if parts > 1:
         _join[(tokens, heads)](

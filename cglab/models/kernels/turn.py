@@ -43,7 +43,7 @@ def _turn(qkv, turn, norm, query, key, keys, values, slots, eps, QUERY: tl.const
     is_key = turned & (head >= QUERY)[:, None]
     own = head - QUERY
     tl.store(key + (token * KV + own[:, None]) * DIM + place[None, :], result, mask=is_key)
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + token).to(tl.int64)  # a large cache has more elements than 32 bits count
     stored = result.to(keys.dtype.element_ty)
     tl.store(keys + (slot * KV + own[:, None]) * DIM + place[None, :], stored, mask=is_key)
     is_value = (head >= QUERY + KV)[:, None] & there

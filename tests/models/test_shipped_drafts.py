@@ -1,0 +1,55 @@
+"""The shipped drafts: their cards are true, and they are accepted as their cards say."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from cglab.models.drafts import load_draft
+from cglab.models.loading import load_model
+
+LEAST = {"pico-gqa-assistant": 2.5, "pico-gqa-dflash": 3.0}
+"""Accept length that each is shipped with at least."""
+BYTES = {"pico-gqa-assistant": 3.5e6, "pico-gqa-dflash": 8.5e6}
+drafts = pytest.mark.parametrize("name", LEAST)
+
+
+def test_these_are_all_drafts(root):
+    assert {path.name for path in (root / "data/drafts").iterdir()} == set(LEAST)
+
+
+@drafts
+def test_the_card_says_what_it_is_and_that_it_is_worth_drafting_with(root, name):
+    folder = root / "data/drafts" / name
+    card = json.loads((folder / "card.json").read_text())
+    corpus = json.loads((root / "data/models/pico-gqa/card.json").read_text())["corpus"]
+    assert card["corpus_sha256"] == corpus["corpus_sha256"] and card["target"] == "pico-gqa"
+    assert card["held_out"]["accept_length"] >= LEAST[name] > card["look_up"]["accept_length"]
+    assert card["held_out"]["distinct_4grams"] >= 0.5 and card["held_out"]["prompts"] == 72
+    assert math.isclose(sum(card["held_out"]["distribution"].values()), 1, abs_tol=1e-3)
+    readme = (folder / "README.md").read_text()
+    for fact in (
+        f"{card['held_out']['accept_length']:.3f}", card["corpus_sha256"], "specimen", "PSF License",
+    ):  # fmt: skip
+        assert fact in readme
+    assert (folder / "model.safetensors").stat().st_size < BYTES[name]
+
+
+@pytest.mark.slow
+@drafts
+def test_it_is_accepted_as_its_card_says(script, root, name):
+    """All held-out prompts: within 0.1 of the record, and well above look-up."""
+    accept = script("pico_accept")
+    card = json.loads((root / "data/drafts" / name / "card.json").read_text())
+    loaded = load_model("pico-gqa", device="cpu", dtype=torch.float32)
+    draft = load_draft(name, loaded.model).model
+    prompts = json.loads((root / "data/models/pico-gqa/prompts.json").read_text())
+    measure = accept.measure_of(draft)
+    texts = accept.held_out_texts(loaded.model, [prompt["ids"] for prompt in prompts], measure.observe, 200)
+    measured = accept.summary([measure.passes(draft, text) for text in texts], texts, measure.steps)
+    assert measured["accept_length"] >= card["held_out"]["accept_length"] - 0.1
+    looked_up = accept.summary(
+        [accept.lookup_passes(text, measure.steps) for text in texts], texts, measure.steps
+    )
+    assert looked_up["accept_length"] < measured["accept_length"] - 0.5
