@@ -25,7 +25,7 @@ def predicted_step(
         own: the recording of each arm at this very size.
         predicted: by arm.
     """
-    note = "Hatched: predicted, without the recording below it. A line: what the host took elsewhere for as many launches"
+    note = "Hatched: predicted, without the recording below it. A line: what the host took elsewhere, for the launches"
     made = figure(title, note, height=170 + 90 * len(predicted), barmode="overlay")
     for arm, each in predicted.items():
         lane = f"<b>{arm}</b><br>predicted"
