@@ -35,13 +35,14 @@ def heading(text: str, level: int = 3) -> str:
     return f'<h{level} style="margin:8px 0 2px">{html.escape(text)}</h{level}>'
 
 
-def table(frame: Any) -> str:
-    """A frame as a table that opens on demand, since its figure shows the same; no ids that change (N08)."""
+def table(frame: Any, *, opened: bool = False) -> str:
+    """A frame as a table that opens on demand, where a figure shows the same; no ids that change (N08)."""
     shown = frame.to_html(
         index=False, na_rep="", float_format="{:.3g}".format, border=0, justify="left", col_space=60
     )
+    box = "overflow:auto;max-height:320px"
     return (
-        f'<details><summary>Table ({len(frame)} rows)</summary><div style="overflow:auto;max-height:320px">'
+        f'<details{" open" * opened}><summary>Table ({len(frame)} rows)</summary><div style="{box}">'
         f"{shown}</div></details>"
     )
 

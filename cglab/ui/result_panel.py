@@ -61,7 +61,7 @@ class ResultPanel(ipywidgets.VBox):  # type: ignore[misc]
         figure = None if section is None else section.figure
         self.plots[name].outputs = () if figure is None else picture(figure)
         frame = None if section is None else section.table
-        set_html(self.tables[name], "" if frame is None else table(frame))
+        set_html(self.tables[name], "" if frame is None else table(frame, opened=figure is None))
 
     def _draw_window(self, _: object) -> None:
         """A part of the step, where every kernel is a bar again; drawn from the trace, no device is asked."""

@@ -16,7 +16,8 @@ from cglab.graphs.coverage import Coverage
 from cglab.lab.arm_turns import figures, verdicts
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.load_run import LoadRun
-from cglab.ui.plots import coverage
+from cglab.ui.bars import Bar, grouped_bars
+from cglab.ui.style import empty
 
 if TYPE_CHECKING:
     import pandas
@@ -112,13 +113,31 @@ def loaded(runs: Mapping[str, Sequence[LoadRun]]) -> dict[SectionName, Section]:
         })  # fmt: skip
     arm = list(runs)[-1]
     last = runs[arm][-1]
-    told = f"{last.title}; medians and 95 % intervals. {last.note}".strip()
+    frame = pandas.DataFrame(rows)
+    rates = ", ".join(f"{row['arm']} {row['tok_s']:.4g} tokens a second" for row in rows)
     return {
-        "users": Section(told, None, pandas.DataFrame(rows)),
+        "users": Section(f"{rates}. {last.note}".strip(), users_figure(last.title, frame), frame),
         "occupancy": Section(f"The last run of {arm}", last.plot_occupancy(), last.occupancy_frame()),
     }  # fmt: skip
 
 
-def coverage_by_phase(run: LoadRun) -> Section:
-    """Steps of a load by phase, where a step of one technique alone tells less."""
-    return Section(reasons(run.coverage), coverage(run.coverage), run.coverage_frame())
+def users_figure(title: str, frame: pandas.DataFrame) -> go.Figure:
+    """Time to first token and time per output token of each arm, medians with 95 % intervals.
+
+    Args:
+        title: of the load.
+        frame: with the columns of ``LATENCIES``, one row an arm.
+    """
+    names = {"ttft": "time to first token", "tpot": "time per output token"}
+    bars = [
+        Bar(panel, "", row["arm"], row[f"{name}_ms"], (row[f"{name}_low_ms"], row[f"{name}_high_ms"]), row["tokens"])
+        for name, panel in names.items()
+        for row in frame.astype(object).to_dict("records")
+        if isinstance(row[f"{name}_ms"], float)
+    ]  # fmt: skip
+    note = "Medians over the requests of all turns, 95 % intervals"
+    return (
+        grouped_bars(title, note, bars, groups="arm", heights="time (ms)")
+        if bars
+        else empty(title, "no token")
+    )

@@ -201,13 +201,13 @@ def toggles(page, expect):
 def compares(page, expect):
     """A run, begun by keyboard, changes the timeline, which can be saved."""
     tab = page.tab
-    tab.get_by_label("Compare", exact=True).select_option(label="T1 decode")
+    tab.get_by_label("Compare", exact=True).select_option(label="T2 verify")
     page.button("Run").focus()
     tab.keyboard.press("Enter")
     expect(tab.get_by_text("breakable: parity bitwise")).to_be_attached()
     expect(page.button("Run")).to_be_enabled()
     timeline = tab.locator(".js-plotly-plot", has_text="time from the start of the step").first
-    expect(timeline).to_contain_text("One decode step of pico-gqa")
+    expect(timeline).to_contain_text("One verify step of pico-gqa")
     timeline.scroll_into_view_if_needed()
     page.picture("timeline")
     with tab.expect_download() as saved:
@@ -215,7 +215,7 @@ def compares(page, expect):
     with gzip.open(saved.value.path()) as file:
         assert len(json.load(file)["traceEvents"]) > 100
     page.group("T1 decode").scroll_into_view_if_needed()
-    page.board("workspace", 1640)
+    page.board("workspace", 2080)
 
 
 def fails(page, expect):

@@ -117,10 +117,10 @@ def test_every_section_has_a_heading_and_every_figure_a_table(board):
     assert "<h4" in panel.texts["step"].value
     for name in (each for each in HEADINGS if each != "checks"):  # of predictions only
         assert HEADINGS[name] in panel.texts[name].value
-        assert "<table" in panel.tables[name].value or name == "users"
-        if name != "users":
-            (output,) = panel.plots[name].outputs
-            assert output["data"][PLOTLY]["data"] and "axes:" in output["data"]["text/plain"]
+        assert "<table" in panel.tables[name].value and "<details>" in panel.tables[name].value
+        (output,) = panel.plots[name].outputs
+        assert output["data"][PLOTLY]["data"] and "axes:" in output["data"]["text/plain"]
+    assert "eager 40 tokens a second, full 40 tokens a second" in panel.texts["users"].value
     assert "parity bitwise" in panel.headline.value and "parity corrupted" in panel.headline.value
     assert "tok_s" in panel.tables["users"].value and "ttft_low_ms" in panel.tables["users"].value
 
