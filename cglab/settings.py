@@ -6,6 +6,8 @@
 | ``CGLAB_MODEL`` | a preset, a model folder or a hub id | ``pico-gqa`` |
 | ``CGLAB_OPS`` | ``auto``, ``portable``, ``compiled`` | ``auto``: compiled on a CUDA device, else portable |
 | ``CGLAB_DATA`` | an existing folder | ``data`` in the repository |
+| ``CGLAB_DISABLE_DSA_ATTENTION_GRAPH`` | ``0``, ``1`` | ``0``; ``1`` keeps sparse prefill attention a break |
+| ``CGLAB_DISABLE_DSA_INDEXER_GRAPH`` | ``0``, ``1`` | ``0``; ``1`` keeps the indexer's preparation a break |
 | ``CGLAB_DISABLE_SEED_GRAPH`` | ``0``, ``1`` | ``0``; ``1`` keeps the seed step eager, whatever its toggle says |
 | ``CGLAB_SGLANG_PYTHON`` | a Python with SGLang | the one of ``make test-sglang``, else this one if it has SGLang |
 
@@ -30,8 +32,11 @@ DEVICES = ("auto", "cpu", "cuda")
 FORMS = ("auto", "portable", "compiled")
 SWITCH = ("0", "1")
 SEED_GRAPH_SWITCH = "CGLAB_DISABLE_SEED_GRAPH"
+DSA_ATTENTION_SWITCH = "CGLAB_DISABLE_DSA_ATTENTION_GRAPH"
+DSA_INDEXER_SWITCH = "CGLAB_DISABLE_DSA_INDEXER_GRAPH"
+KILL_SWITCHES = (DSA_ATTENTION_SWITCH, DSA_INDEXER_SWITCH, SEED_GRAPH_SWITCH)
 SGLANG_PYTHON = "CGLAB_SGLANG_PYTHON"
-VARIABLES = ("CGLAB_DATA", "CGLAB_DEVICE", SEED_GRAPH_SWITCH, "CGLAB_MODEL", "CGLAB_OPS", SGLANG_PYTHON)
+VARIABLES = ("CGLAB_DATA", "CGLAB_DEVICE", *KILL_SWITCHES, "CGLAB_MODEL", "CGLAB_OPS", SGLANG_PYTHON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class Settings:
         model: the model that notebooks and commands run; whether it exists is for the loader to say.
         ops: the form in which models compute; None for the device's own default.
         data: folder of shipped models, published tables and recorded results.
-        seed_graph: whether the assistant's seed step may be captured.
+        switches: kill switches that are set, each of a capture.
         sglang_python: the Python that starts SGLang's servers; whether it can is for whoever starts one to say.
     """
 
@@ -51,7 +56,7 @@ class Settings:
     model: str
     data: Path
     ops: str | None = None
-    seed_graph: bool = True
+    switches: frozenset[str] = frozenset()
     sglang_python: Path | None = None
 
 
@@ -91,14 +96,16 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         message = f"CGLAB_OPS={ops!r} is not a form of ops; good values are {', '.join(FORMS)}"
         raise ToggleError(message)
     model = variables.get("CGLAB_MODEL") or "pico-gqa"
-    switch = variables.get(SEED_GRAPH_SWITCH) or "0"
-    if switch not in SWITCH:
-        message = f"{SEED_GRAPH_SWITCH}={switch!r} is no switch; good values are {', '.join(SWITCH)}"
-        raise ToggleError(message)
+    thrown = {name: variables.get(name) or "0" for name in KILL_SWITCHES}
+    for name, value in thrown.items():
+        if value not in SWITCH:
+            message = f"{name}={value!r} is no switch; good values are {', '.join(SWITCH)}"
+            raise ToggleError(message)
     python = variables.get(SGLANG_PYTHON)
     return Settings(
         requested, model, data, None if ops == "auto" else ops,
-        seed_graph=switch == "0", sglang_python=user_path(python) if python else None,
+        switches=frozenset(name for name, value in thrown.items() if value == "1"),
+        sglang_python=user_path(python) if python else None,
     )  # fmt: skip
 
 

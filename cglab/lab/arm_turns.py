@@ -31,14 +31,14 @@ def middle(asked: Load) -> int:
     return asked.longest - asked.most_new_tokens // 2
 
 
-def turns(lab: Lab, asked: Load, arms: Arms) -> dict[str, list[LoadRun]]:
+def turns(lab: Lab, asked: Load, arms: Arms, instances: int = INSTANCES) -> dict[str, list[LoadRun]]:
     """Runs in turns; before them each arm once, shortly, so that nothing is captured or loaded within one."""
     short = Load(asked.concurrency, asked.concurrency, asked.prompt_tokens, min(8, asked.most_new_tokens))
     for choose in arms.values():
         choose()
         lab.load(short)
     runs: dict[str, list[LoadRun]] = {arm: [] for arm in arms}
-    for _, arm in schedule(tuple(arms), 0, INSTANCES):
+    for _, arm in schedule(tuple(arms), 0, instances):
         arms[arm]()
         runs[arm].append(lab.load(asked))
     return runs
@@ -59,6 +59,7 @@ def _times(runs: Sequence[LoadRun], name: str) -> list[list[float]]:
 MEASURES: Final[Mapping[str, Callable[[Sequence[LoadRun]], Instances]]] = MappingProxyType({
     "tpot": partial(_times, name="tpot"),
     "ttft": partial(_times, name="ttft"),
+    "e2e": partial(_times, name="e2e"),
     "round": lambda runs: [round_ms(run) for run in runs],
 })  # fmt: skip
 """Milliseconds by instance, for the verdicts."""
@@ -73,7 +74,7 @@ def figures(runs: Sequence[LoadRun]) -> dict[str, Any]:
         "errors": float(sum(run.latency.errors for run in runs)),
         "preemptions": float(sum(run.latency.preemptions for run in runs)), "instances": float(len(runs)),
     }  # fmt: skip
-    for name in ("tpot", "ttft", "queueing"):
+    for name in ("tpot", "ttft", "e2e", "queueing"):
         times = _times(runs, name)
         if any(times):
             interval = bootstrap_interval(times)

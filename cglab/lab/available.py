@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Literal
 
-from cglab.lab.steps import SIZES
-from cglab.lab.techniques import DRAFTING, technique
+from cglab.lab.steps import PREFILLS, SIZES
+from cglab.lab.techniques import DRAFTING, SPARSE, technique
 
 Draft = Literal["assistant", "block"]
 
@@ -29,16 +29,18 @@ HOW: Final[Mapping[str, str]] = MappingProxyType({
     **dict.fromkeys(("verify", "draft_loop", "seed_step"), 'cglab.open("pico-gqa", draft="pico-gqa-assistant")'),
     "draft_sampler": 'cglab.open("pico-gqa", draft="pico-gqa-dflash")',
     "pp_prefill": "cglab bench pipeline",
+    **dict.fromkeys(SPARSE, 'cglab.open("dsa-tiny")'),
 })  # fmt: skip
 """How to get what is missing, where there is a way."""
 
 
-def unavailable(name: str, draft: Draft | None) -> str | None:
+def unavailable(name: str, draft: Draft | None, *, latent: bool = False) -> str | None:
     """Why a technique cannot be toggled in a lab; None where it can.
 
     Args:
         name: the toggle.
         draft: the kind of the lab's draft model; None without one.
+        latent: whether its model has sparse latent attention.
 
     Raises:
         ToggleError: for an unknown technique.
@@ -50,7 +52,10 @@ def unavailable(name: str, draft: Draft | None) -> str | None:
         "verify": ("assistant", "block"), "draft_loop": ("assistant",), "seed_step": ("assistant",),
         "draft_sampler": ("block",),
     }  # fmt: skip
-    fits = draft in drafts[found.name] if found.name in drafts else found.name in SIZES
+    if found.name in SPARSE:
+        fits = latent
+    else:
+        fits = draft in drafts[found.name] if found.name in drafts else found.name in SIZES
     how = f"; try {HOW[found.name]}" if found.name in HOW else ""
     return None if fits else f"needs {NEEDS[found.name]}{how}"
 
@@ -66,6 +71,6 @@ def in_load(name: str, draft: Draft | None) -> str | None:
         return (
             "With a draft, requests get longer by draft and verify passes, and no decode step runs under load"
         )
-    if name in ("decode", "prefill", *DRAFTING):
+    if name in ("decode", *PREFILLS, *DRAFTING):
         return None
     return f"{name} is no part of a load in one process"

@@ -15,6 +15,8 @@ from cglab.lab.capture_bench import capture
 from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.dflash_bench import dflash
+from cglab.lab.dsa_arms_bench import dsa_arms
+from cglab.lab.dsa_bench import dsa
 from cglab.lab.engines_bench import engines
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
@@ -81,6 +83,14 @@ BENCHES: Mapping[str, Bench] = {
     "dflash": Bench(
         "loads with block drafts, the sampler untimed, timed and in the graph in turns: occupancy, step time, launches",
         dflash,
+    ),
+    "dsa": Bench(
+        "requests on sparse attention by what prefill leaves to breaks, in turns: TTFT, TPOT, E2E, memory, the floor",
+        dsa,
+    ),
+    "dsa-arms": Bench(
+        "mixed requests on sparse attention: every arm to the bit, from the bucket floor on that is measured first",
+        dsa_arms,
     ),
     "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(

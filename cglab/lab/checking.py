@@ -16,7 +16,8 @@ from cglab.lab.oracles import StepOracles
 from cglab.lab.pipeline_cases import PipelineOracles
 from cglab.lab.plants import planted
 from cglab.lab.prefill_cases import PrefillOracles
-from cglab.lab.techniques import technique
+from cglab.lab.sparse_cases import IndexerOracles, SparseAttentionOracles
+from cglab.lab.techniques import SPARSE, technique
 from cglab.lab.verdicts import TechniqueParity
 from cglab.models.loading import LoadedModel, find_model, load_model, random_model
 from cglab.models.ops import check_ops
@@ -24,10 +25,14 @@ from cglab.models.ops import check_ops
 CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {
     "decode": DecodeOracles, "verify": VerifyOracles, "draft_loop": LoopOracles, "seed_step": SeedOracles,
     "draft_sampler": BlockOracles, "prefill": PrefillOracles, "pp_prefill": PipelineOracles,
+    "dsa_attention": SparseAttentionOracles, "dsa_indexer_prep": IndexerOracles,
 }  # fmt: skip
 """How each available technique is checked; the suite fails for one that is missing here."""
 
-MODEL, WINDOW = "pico-gqa", 20
+OF_LATENT = ("decode", *SPARSE)
+"""Those that are checked on a model with latent attention."""
+
+MODEL, LATENT, WINDOW = "pico-gqa", "dsa-tiny", 20
 
 
 def check_technique(
@@ -39,6 +44,7 @@ def check_technique(
     plant: str | None = None,
     dtype: torch.dtype = torch.float32,
     windowed: bool = False,
+    latent: bool = False,
     ops: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> TechniqueParity:
@@ -53,26 +59,40 @@ def check_technique(
         dtype: float32 judges all three oracles; a lower precision reports what oracle 2 finds without failing it.
         windowed: the shipped model's shape with random weights, every second layer with a window that most sequences
             outgrow, instead of the shipped model.
+        latent: a small random model with latent attention instead; one that is checked so anyway needs no word.
         ops: the form in which the model computes; None for the device's own default.
         progress: called with the number of finished cases.
 
     Raises:
-        ToggleError: for an unknown or unavailable technique, fewer than one case, or ops that the device cannot use.
+        ToggleError: for an unknown or unavailable technique, fewer than one case, ops that the device or the model
+            cannot use, or latent attention where it is not checked.
     """
     if cases < 1:
         raise ToggleError(f"cases must be at least 1, got {cases}")
     technique(name).check(technique(name).values[0])
-    form = check_ops(ops, device)
+    latent = latent or name in SPARSE
+    if latent and (windowed or name not in OF_LATENT):
+        raise ToggleError(
+            f"{name} is not checked on a model with latent attention, nor any with windows; without these are "
+            f"{', '.join(OF_LATENT)}"
+        )
+    loaded = load_model(LATENT, device=device, dtype=dtype) if latent else _model(windowed, device, dtype)
+    form, called = check_ops(ops, device, loaded.config), LATENT if latent else MODEL
     with planted(plant):
-        oracles = CASES[name](_model(windowed, device, dtype), device, seed, form)
+        oracles = CASES[name](loaded, device, seed, form)
         try:
             for number in range(cases):
                 oracles.case(number)
                 if progress is not None:
                     progress(number + 1)
-            return replace(oracles.judge(), model=f"{MODEL} with windows" if windowed else MODEL)
+            return replace(oracles.judge(), model=f"{called} with windows" if windowed else called)
         finally:
             oracles.close()
+
+
+def model_of(name: str) -> str:
+    """The model that a technique is checked on."""
+    return LATENT if name in SPARSE else MODEL
 
 
 def _model(windowed: bool, device: torch.device, dtype: torch.dtype) -> LoadedModel:

@@ -157,7 +157,8 @@ def plan_draft(
         require_block(source.config, speculation)
     sizes = speculation or Speculation()
     check_branches(sizes.steps, sizes.topk, vocabulary=target.vocab_size, window=target.sliding_window)
-    return DraftPlan(str(name), source, sizes, settings.read_settings().seed_graph)
+    seed_graph = settings.SEED_GRAPH_SWITCH not in settings.read_settings().switches
+    return DraftPlan(str(name), source, sizes, seed_graph)
 
 
 def _fitting(name: str | Path, target: ModelConfig, block_size: int = BLOCK) -> DraftSource:

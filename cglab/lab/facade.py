@@ -56,7 +56,7 @@ class Lab:
         self, name: str | Path, source: ModelSource, layout: CacheLayout, *,
         device: torch.device, dtype: torch.dtype, ops: str, buckets: Sequence[int] | None,
         prefill_buckets: Sequence[int] | None, scheduling: SchedulerOptions, padding: bool, seed: int, debug: bool,
-        draft: DraftPlan | None = None,
+        draft: DraftPlan | None = None, bucket_floor: int | None = None,
     ) -> None:  # fmt: skip
         sizes = exact_sizes if not padding else sglang_decode if draft is None else sglang_speculative
         self.buckets = bucket_list(layout.rows - 1, sizes, explicit=buckets)
@@ -73,7 +73,7 @@ class Lab:
         use_ops_of_both(ops, self.model, kv, self.drafting)
         self.phases = LabPhases(
             self.model, kv, self.group, self.captures, buckets=self.buckets, prefill_buckets=self.prefill_buckets,
-            options=Options(padding=padding, debug=debug), drafting=self.drafting,
+            options=Options(padding=padding, debug=debug), drafting=self.drafting, bucket_floor=bucket_floor,
         )  # fmt: skip
         speculator = None if self.drafting is None else self.drafting.speculator(kv, self.phases)
         self.engine = Engine(self.model, kv, self.phases, scheduling, speculator)

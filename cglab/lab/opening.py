@@ -15,7 +15,6 @@ from cglab.engine.speculation import Speculation
 from cglab.errors import InputError, ModelError
 from cglab.lab.drafting import plan_draft
 from cglab.lab.facade import Lab
-from cglab.models.dsa_config import DsaConfig
 from cglab.models.loading import find_model
 from cglab.models.ops import check_ops
 
@@ -43,12 +42,13 @@ def open_lab(
     ops: str | None = None,
     draft: str | Path | None = None,
     speculation: Speculation | None = None,
+    bucket_floor: int | None = None,
 ) -> Lab:
     """Opens a model.
 
     Args:
         name: a shipped model, a local Hugging Face folder, a hub id, or a published shape with random weights
-            (``qwen3-8b``); None takes ``CGLAB_MODEL``, else ``pico-gqa``.
+            (``qwen3-8b``, ``dsa-24``); None takes ``CGLAB_MODEL``, else ``pico-gqa``.
         device: None takes ``CGLAB_DEVICE``, else a GPU if there is one.
         dtype: None takes float32 on a CPU, bfloat16 on a GPU.
         max_batch: most requests at once: 8 on a CPU, 64 on a GPU.
@@ -67,6 +67,7 @@ def open_lab(
         draft: a draft model for speculative decoding: a shipped one, a folder, ``random``, ``random-block``, or a
             shape with random weights; None decodes plainly.
         speculation: how much is drafted; None for three steps of one candidate each, or a block draft's whole block.
+        bucket_floor: smallest prefill bucket in which parts of latent attention are recorded; None for S3's rule.
         ops: ``portable`` or ``compiled``; None takes ``CGLAB_OPS``, else compiled on a GPU, portable on a CPU.
 
     Raises:
@@ -89,16 +90,11 @@ def open_lab(
     for what, size in given.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise InputError(f"{what} must be a whole number of at least 1, got {size!r}")
-    form = check_ops(settings.read_settings().ops if ops is None else ops, where)
     defaults = CPU_SIZES if where.type == "cpu" else GPU_SIZES
     sizes = {what: given[what] or default for what, default in defaults.items()}
     name = name or settings.read_settings().model
     source = find_model(name)
-    if isinstance(source.config, DsaConfig):
-        raise ModelError(
-            f"{name} has latent attention, for which the lab has no runner; models.loading.load_model opens it, "
-            "open another one here"
-        )
+    form = check_ops(settings.read_settings().ops if ops is None else ops, where, source.config)
     plan = plan_draft(draft, speculation, source.config)
     ahead = (
         0 if plan is None else plan.speculation.lookahead
@@ -111,4 +107,5 @@ def open_lab(
         name, source, layout, device=where, dtype=dtype, buckets=buckets, prefill_buckets=prefill_buckets,
         scheduling=SchedulerOptions(sizes["token_budget"], prefix_reuse=prefix_reuse, mixed=mixed),
         padding=padding, seed=seed, debug=debug, ops=form, draft=plan,
+        bucket_floor=bucket_floor,
     )  # fmt: skip

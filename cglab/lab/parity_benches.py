@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from cglab.errors import InputError
-from cglab.lab.checking import CASES, check_technique
+from cglab.lab.checking import CASES, check_technique, model_of
 from cglab.lab.recovery import recovery_sweep
 from cglab.lab.request_cases import LOAD, check_requests
 from cglab.lab.speculative_cases import FORMS, check_speculation
 from cglab.lab.step_metrics import Progress, silent
+from cglab.lab.techniques import SPARSE
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.record import Record, make_record, new_run
+from cglab.models.config import ModelConfig
+from cglab.models.loading import find_model
 from cglab.models.ops import good_ops
 
 DRAFTS = ("assistant", "block")
@@ -80,13 +83,15 @@ def parity(
         A record for each technique, dtype and form.
     """
     run, cases = new_run(), 20 if quick else cases
-    for name, dtype, form in product(techniques, dtypes, _forms(ops, device)):
+    forms = {name: _forms(ops, device, find_model(model_of(name)).config) for name in techniques}
+    for name, dtype, form in ((n, d, f) for n, d in product(techniques, dtypes) for f in forms[n]):
         progress(f"parity of {name} in {dtype}, {form}")
         count = cases if dtype == torch.float32 else max(cases // 4, 1)
         found = check_technique(name, count, device=device, dtype=dtype, seed=seed, ops=form)
         yield make_record(
-            bench="parity", arm=name, device=device, run=run, model="pico-gqa", weights="trained",
-            dtype=found.dtype, workload={"cases": found.cases, "seed": seed, "ops": form}, metrics=_flat(found),
+            bench="parity", arm=name, device=device, run=run, model=found.model,
+            weights="random" if name in SPARSE else "trained", dtype=found.dtype,
+            workload={"cases": found.cases, "seed": seed, "ops": form}, metrics=_flat(found),
             notes="; ".join(map(str, found.mismatches[:3])),
         )  # fmt: skip
 
@@ -179,9 +184,12 @@ def speculation(
             )  # fmt: skip
 
 
-def _forms(ops: Sequence[str] | None, device: torch.device) -> Sequence[str]:
-    """The forms that were asked for, or all that the device can use."""
-    return ops or [name for name, why in good_ops(device).items() if why is None]
+def _forms(
+    ops: Sequence[str] | None, device: torch.device, config: ModelConfig | None = None
+) -> Sequence[str]:
+    """The forms that were asked for, or all that the device can use, those of the model if it is given."""
+    good = [name for name, why in good_ops(device, config).items() if why is None]
+    return good if ops is None else [name for name in ops if config is None or name in good]
 
 
 def _flat(found: TechniqueParity) -> dict[str, Any]:

@@ -14,9 +14,11 @@ from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.lab.draft_round import BlockRound, Round, SeedRound
 from cglab.lab.drafting import Drafting
-from cglab.lab.techniques import Captures, technique
+from cglab.lab.sparse_prefill import SparseArm, require_latent
+from cglab.lab.techniques import SPARSE, Captures, technique
 from cglab.models.decoder import Decoder
 from cglab.models.draft_cache import Feeder
+from cglab.models.dsa_config import DsaConfig
 from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup, Runner
 from cglab.runners.block_draft import BlockDraftRunner
@@ -65,6 +67,10 @@ class LabPhases:
         prefill_buckets: token counts of prefill steps.
         options: padding and the rest; the backend is the toggle's.
         drafting: the draft model, where there is one.
+        bucket_floor: smallest prefill bucket in which sparse attention is recorded; None for S3's rule.
+
+    Attributes:
+        max_cached: of a full sparse prefill, see ``SparseArm``.
     """
 
     def __init__(
@@ -78,10 +84,12 @@ class LabPhases:
         prefill_buckets: Sequence[int],
         options: Options,
         drafting: Drafting | None = None,
+        bucket_floor: int | None = None,
     ) -> None:
         self.model, self.kv, self.group, self.captures = model, kv, group, captures
         self.buckets, self.prefill_buckets, self.options = buckets, prefill_buckets, options
-        self.drafting = drafting
+        self.drafting, self.bucket_floor = drafting, bucket_floor
+        self.max_cached: int | None = None
         self._made: dict[str, dict[str, Runner[Any]]] = {}
         self._closed = False
 
@@ -91,13 +99,22 @@ class LabPhases:
         make = partial(DecodeRunner, self.model, self.kv, self.group, self.buckets, sampling=sampling)
         return self._runner("decode", f"{mode}, sampling" if sampling else mode, make, self._options(mode))
 
-    def prefill(self, mode: str | None = None) -> PrefillRunner:
-        """The prefill runner of a mode (the toggle's own by default); a bucket is captured on its first use."""
+    def prefill(self, mode: str | None = None, **parts: str) -> PrefillRunner:
+        """The prefill runner of a mode (the toggle's own by default); a bucket is captured on its first use.
+
+        Args:
+            mode: None for the toggle's own.
+            **parts: of a model with latent attention ``dsa_attention`` and ``dsa_indexer_prep``, likewise.
+        """
         mode = self._mode("prefill", mode)
-        make = partial(
-            PrefillRunner, self.model, self.kv, self.group, self.prefill_buckets, feeder=self._feeder
-        )
-        return self._runner("prefill", mode, make, replace(self._options(mode), lazy=True))
+        name, options = mode, self._options(mode)
+        make: Callable[..., PrefillRunner] = partial(PrefillRunner, feeder=self._feeder)
+        if isinstance(self.model.config, DsaConfig):
+            attention, preparation = (self._mode(each, parts.get(each)) for each in SPARSE)
+            arm = SparseArm(mode, attention, preparation, self.max_cached)
+            name, make = arm.name, partial(arm.make, floor=self.bucket_floor)
+        make = partial(make, self.model, self.kv, self.group, self.prefill_buckets)
+        return self._runner("prefill", name, make, replace(options, lazy=True))
 
     def verify(self, mode: str | None = None) -> VerifyRunner:
         """The runner of verify steps.
@@ -211,6 +228,9 @@ class LabPhases:
             "decode": self.decode, "prefill": self.prefill, "verify": self.verify, "draft_loop": self.draft_loop,
             "draft_sampler": self.block_draft,
         }  # fmt: skip
+        if name in SPARSE:
+            require_latent(self.model.config, name)
+            return self.prefill(**{} if mode is None else {name: mode})
         if name not in made:
             raise ToggleError(
                 f"{name} has no runner in a lab of one process: its stages are processes; run cglab bench pipeline. "
@@ -258,8 +278,10 @@ class LabPhases:
 
     def coverage(self, name: str) -> dict[str, Coverage]:
         """What the runners of a technique counted since they were made, by mode."""
-        made = self._made.get(name := technique(name).name, {})
-        return {mode: runner.coverages()[name] for mode, runner in made.items()}
+        name = technique(name).name
+        made = self._made.get("prefill" if name in SPARSE else name, {})
+        counts = {mode: runner.coverages() for mode, runner in made.items()}
+        return {mode: found[name] for mode, found in counts.items() if name in found}
 
     def ledgers(self) -> dict[str, list[dict[str, Any]]]:
         """Rows of every runner's bucket ledger, by mode; those of other phases than decode are told apart by name."""

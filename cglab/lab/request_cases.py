@@ -13,7 +13,7 @@ The cache is small, so that requests give way to each other and are computed aga
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -36,7 +36,7 @@ from cglab.models.loading import LoadedModel, load_model
 from cglab.models.ops import check_ops, use_ops
 from cglab.runners.base import GraphGroup, Runner
 
-MODES = ("eager", "full", "breakable")
+MODEL, MODES = "pico-gqa", ("eager", "full", "breakable")
 LOAD = Load(count=64, concurrency=8, prompt_tokens=(4, 24), new_tokens=(2, 24), shared_prefix=16)
 # Small pages, few of them: requests outgrow their share.
 PAGES, PAGE_SIZE, MAX_CONTEXT, BUDGET = 36, 4, 64, 32
@@ -203,6 +203,7 @@ def check_requests(
     mixed: bool = False,
     dtype: torch.dtype = torch.float32,
     ops: str | None = None,
+    model: str = MODEL,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[TechniqueParity]:
     """Runs one load in several modes against the three oracles.
@@ -215,18 +216,19 @@ def check_requests(
         mixed: requests that decode ride along in prefill steps.
         dtype: float32 judges all three oracles; a lower precision reports what oracle 2 finds without failing it.
         ops: the form in which the model computes; None for the device's own default.
+        model: a small one, by its name.
         progress: called with each pair of modes.
 
     Yields:
         One verdict for each pair of modes.
     """
-    loaded = load_model("pico-gqa", device=device, dtype=dtype)
-    form = check_ops(ops, device)
+    loaded = load_model(model, device=device, dtype=dtype)
+    form = check_ops(ops, device, loaded.config)
     oracles = RequestOracles(loaded, device, load, prefix_reuse=prefix_reuse, mixed=mixed, ops=form)
     try:
         oracles.alone()
         for decode, prefill in modes:
             progress(f"decode={decode}, prefill={prefill}")
-            yield oracles.check(decode, prefill)
+            yield replace(oracles.check(decode, prefill), model=model)
     finally:
         oracles.close()

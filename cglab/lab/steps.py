@@ -18,13 +18,15 @@ from cglab.engine.workload import Step, steady_decode, steady_prefill
 from cglab.errors import ToggleError
 from cglab.graphs.clocks import clock_for, sample_seconds
 from cglab.lab.draft_round import Round
-from cglab.lab.techniques import DRAFTING, technique
+from cglab.lab.techniques import DRAFTING, SPARSE, technique
 from cglab.measure.parity import Parity, compare_logits, compare_tokens, worst
 from cglab.runners.base import Runner
 
+PREFILLS = ("prefill", *SPARSE)
+"""Techniques whose step is one of prefill."""
 SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     **dict.fromkeys(("decode", *DRAFTING), ("batch", "context")),
-    "prefill": ("tokens", "cached", "requests"),
+    **dict.fromkeys(PREFILLS, ("tokens", "cached", "requests")),
 })  # fmt: skip
 """What a step of a technique is measured by; the first counts the live rows of a bucket."""
 
@@ -67,7 +69,7 @@ class StepSizes:
 
     def largest(self, name: str, requests: int = 1) -> int:
         """Most live rows of one step of a technique, that of prefill shared by ``requests``."""
-        if name != "prefill":
+        if name not in PREFILLS:
             return self.buckets[-1]
         return min(self.prefill_buckets[-1], requests * (self.max_context - 1))  # a new token each needs room
 
@@ -81,7 +83,7 @@ class StepSizes:
         Returns:
             Of prefill the largest, a quarter of it, and so on down to ``SHORTEST``; of others every bucket.
         """
-        if name != "prefill":
+        if name not in PREFILLS:
             return list(self.buckets)
         if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
             raise ToggleError(
@@ -129,7 +131,7 @@ def fixed_step(
         ToggleError: for a size that the technique does not have.
     """
     chosen = chosen_sizes(name, given, sizes)
-    if name == "prefill":
+    if name in PREFILLS:
         return steady_prefill(engine, chosen["tokens"], chosen["cached"], chosen["requests"])
     if name == "decode":
         return steady_decode(engine, chosen["batch"], chosen["context"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cglab.errors import ToggleError
-from cglab.settings import SEED_GRAPH_SWITCH
+from cglab.settings import DSA_ATTENTION_SWITCH, DSA_INDEXER_SWITCH, SEED_GRAPH_SWITCH
 
 NOT_YET = "not in this version"
 
@@ -73,9 +73,13 @@ class Technique:
 DRAFTING = ("verify", "draft_loop", "seed_step", "draft_sampler")
 """Those that need a draft model."""
 
+SPARSE = ("dsa_attention", "dsa_indexer_prep")
+"""Those of the prefill of a model with latent attention."""
+
 _BACKENDS = ("full", "breakable", "eager")
 _GRAPH = ("graph", "eager")
 _SPECULATION = "notebooks/03_frozen_kv_mtp.ipynb"
+_SPARSE = "notebooks/07_dsa_prefill.ipynb"
 
 TECHNIQUES: Mapping[str, Technique] = {
     t.name: t
@@ -110,11 +114,11 @@ TECHNIQUES: Mapping[str, Technique] = {
         ),
         Technique(
             "T8", "dsa_attention", "sparse prefill attention inside the prefill graph", _GRAPH, "graph", "S3",
-            kill_switch="CGLAB_DISABLE_DSA_ATTENTION_GRAPH",
+            module="cglab.runners.dsa_prefill", notebook=_SPARSE, kill_switch=DSA_ATTENTION_SWITCH,
         ),
         Technique(
             "T9", "dsa_indexer_prep", "indexer preparation and index-K store inside it", _GRAPH, "graph", "S3",
-            kill_switch="CGLAB_DISABLE_DSA_INDEXER_GRAPH",
+            module="cglab.runners.dsa_prefill", notebook=_SPARSE, kill_switch=DSA_INDEXER_SWITCH,
         ),
         Technique(
             "T10", "draft_extend", "NextN draft extend replayed as a prefill graph", _GRAPH, "graph", "S3",

@@ -182,6 +182,32 @@ def _each_layer(fields: Fields, name: str, layers: int, good: tuple[str, ...]) -
 
 DSA_PRESETS: Final[Mapping[str, DsaConfig]] = MappingProxyType(
     {
+        "dsa-tiny": DsaConfig(  # of a size for tests and the tape: keys are left out from 16 tokens on
+            architecture=ARCHITECTURE,
+            vocab_size=320,
+            hidden_size=64,
+            intermediate_size=96,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=1,
+            head_dim=16,
+            max_position=1024,
+            query_rank=48,
+            latent_rank=32,
+            nope_dim=16,
+            value_dim=16,
+            index_heads=4,
+            index_dim=32,
+            index_topk=16,
+            shared_layers=(2,),
+            dense_layers=1,
+            num_experts=8,
+            experts_per_token=2,
+            expert_size=48,
+            routed_scale=2.5,
+            bos_token_id=0,
+            eos_token_ids=(1,),
+        ),
         "dsa-24": DsaConfig(  # a stack like GLM-5's of a depth that fits one GPU
             architecture=ARCHITECTURE,
             vocab_size=154880,

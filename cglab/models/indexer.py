@@ -11,7 +11,7 @@ attention sums in one order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -43,12 +43,25 @@ class KeyRanges:
         starts: [T] int64, where in ``slots`` the keys of a token's request begin.
         seq_lens: [T] int64, how many of them it sees, itself included; 0 for padding.
         longest: no token sees more: known to the host, and in a recording fixed for good (P37).
+        spans: of each request its numbers of tokens and of keys, where the host knows them; a recording does not.
     """
 
     slots: Tensor
     starts: Tensor
     seq_lens: Tensor
     longest: int
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def by_request(self) -> Iterator[tuple[slice, KeyRanges]]:
+        """The tokens of each request with the keys that are its own; all at once where they are not told apart."""
+        if len(self.spans) < 2:
+            yield slice(len(self.starts)), self
+            return
+        token = key = 0
+        for tokens, keys in self.spans:
+            rows, own = slice(token, token + tokens), slice(key, key + keys)
+            yield rows, KeyRanges(self.slots[own], self.starts[rows] - key, self.seq_lens[rows], keys)
+            token, key = rows.stop, own.stop
 
     @classmethod
     def of(cls, spans: Sequence[Span], pool: LayerPool) -> KeyRanges:
@@ -69,7 +82,8 @@ class KeyRanges:
         on_device = torch.from_numpy(packed).to(pool.page_table.device, non_blocking=True)
         parts = on_device.split((len(starts), len(seen), len(key_ends), len(spans)))
         slots = packed_slots(pool, parts[3].int(), parts[2].int(), int(key_ends[-1]))
-        return cls(slots, parts[0], parts[1], max((span.end for span in spans), default=0))
+        longest = max((span.end for span in spans), default=0)
+        return cls(slots, parts[0], parts[1], longest, tuple((span.length, span.end) for span in spans))
 
     @classmethod
     def recorded(
@@ -187,6 +201,15 @@ def select(query: Tensor, gates: Tensor, index_keys: Tensor, ranges: KeyRanges, 
     if ranges.longest <= out.shape[1]:
         select_all(ranges, out)
         return
+    for rows, own in ranges.by_request():  # no token is scored against what is another request's
+        if own.longest <= out.shape[1]:
+            select_all(own, out[rows])
+        else:
+            _select_best(query[rows], gates[rows], index_keys, own, out[rows])
+
+
+def _select_best(query: Tensor, gates: Tensor, index_keys: Tensor, ranges: KeyRanges, out: Tensor) -> None:
+    """As ``select``, by scores of all of the keys, in pieces of rows."""
     keys = index_keys.index_select(0, ranges.slots).squeeze(1)
     each = query.shape[1] * len(keys) * (query.element_size() + 4)
     rows = max(1, SCORE_BYTES // each)
@@ -217,7 +240,18 @@ def keep_best(scores: Tensor, slots: Tensor, starts: Tensor, seq_lens: Tensor, o
     kept = out.shape[1]
     place = torch.arange(len(slots), device=out.device) - starts.unsqueeze(1)
     seen = (place >= 0) & (place < seq_lens.unsqueeze(1))
-    chosen = best(scores, seen, kept)
+    place_chosen(best(scores, seen, kept), slots, out)
+
+
+def place_chosen(chosen: Tensor, slots: Tensor, out: Tensor) -> None:
+    """Writes the slots of chosen keys in their order, then -1.
+
+    Args:
+        chosen: [T, keys] bool, at most ``index_topk`` in a row.
+        slots: [keys] or [T, keys] int64.
+        out: [T, index_topk] int32, written.
+    """
+    kept = out.shape[1]
     # What is not chosen goes to one more column, which is dropped.
     column = (chosen.cumsum(-1) - 1).masked_fill(~chosen, kept)
     wide = out.new_full((len(out), kept + 1), -1)

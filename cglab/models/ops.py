@@ -8,7 +8,7 @@ the pages; it needs a CUDA device and Triton, and is the default where both are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,7 @@ from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
 from cglab.models.dsa_config import DsaConfig
 from cglab.models.kv import PagedKV
+from cglab.models.latent_decode import LatentDecode
 from cglab.models.paged import AttentionKind, PagedDecodeAttention
 
 OPS = ("portable", "compiled")
@@ -35,23 +36,47 @@ DECODE_ATTENTION: Mapping[str, type[DecodeAttention | PagedDecodeAttention]] = M
 """How a decode step attends, by the form of the body."""
 
 
-def good_ops(device: torch.device) -> dict[str, str | None]:
-    """Every form, with the reason why it cannot be used on a device, or None if it can."""
+def decode_attention(config: object, form: str) -> Callable[..., Any]:
+    """What a decode step of a model attends with; the arguments are those of ``DecodeStep``.
+
+    Args:
+        config: the model's shape.
+        form: of its body.
+    """
+    if isinstance(config, DsaConfig):
+        return functools.partial(LatentDecode, index_topk=config.index_topk)
+    return DECODE_ATTENTION[form]
+
+
+def good_ops(device: torch.device, config: object = None) -> dict[str, str | None]:
+    """Every form, with the reason why it cannot be used on a device, or None if it can.
+
+    Args:
+        device: where a model computes.
+        config: its shape; None for any that all forms have.
+    """
     why = None
-    if device.type != "cuda":
+    if isinstance(config, DsaConfig):
+        why = "it has no form for latent attention"
+    elif device.type != "cuda":
         why = "it needs a CUDA device: the tape records uncompiled operations"
     elif find_spec("triton") is None:
         why = "its kernels need Triton, which comes with torch for CUDA"
     return {"portable": None, "compiled": why}
 
 
-def check_ops(name: str | None, device: torch.device) -> str:
+def check_ops(name: str | None, device: torch.device, config: object = None) -> str:
     """The form of this name; None takes the fastest that the device can use.
+
+    Args:
+        name: the form.
+        device: where a model computes.
+        config: its shape; None for any that all forms have.
 
     Raises:
         ToggleError: for an unknown form, or one that the device cannot use.
     """
-    forms = good_ops(device)
+    forms = good_ops(device, config)
     good = [form for form, why in forms.items() if why is None]
     if name is None:
         return good[-1]

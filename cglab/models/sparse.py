@@ -9,7 +9,9 @@ nothing (P78). Without a break everything is a static input: one recording then 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ from cglab.errors import InputError
 from cglab.graphs.breaks import eager_break
 from cglab.models.experts import RoutedExperts
 from cglab.models.indexer import Indexer, KeyRanges, select
-from cglab.models.kv import LayerCache, PagedKV
+from cglab.models.kv import LayerCache, LayerPool, PagedKV
 from cglab.models.mla import LatentAttend, LatentAttention, attend_selected
+from cglab.models.spans import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +54,34 @@ class Breaks:
             )
 
 
-@dataclass(slots=True)
 class LiveKeys:
     """The keys of the step that runs, read inside breaks; changed in place from step to step.
 
     Attributes:
-        ranges: of the live tokens alone, which are the first ones.
+        tokens: live tokens of the step, which are the first ones.
+
+    Args:
+        ranges: of these tokens alone.
     """
 
-    ranges: KeyRanges
+    def __init__(self, ranges: KeyRanges) -> None:
+        self._ranges: KeyRanges | Callable[[], KeyRanges] = ranges
+        self.tokens = len(ranges.seq_lens)
 
     @property
-    def tokens(self) -> int:
-        """Live tokens of the step."""
-        return len(self.ranges.seq_lens)
+    def ranges(self) -> KeyRanges:
+        """Of the live tokens alone."""
+        if callable(self._ranges):
+            self._ranges = self._ranges()
+        return self._ranges
+
+    @ranges.setter
+    def ranges(self, ranges: KeyRanges) -> None:
+        self._ranges, self.tokens = ranges, len(ranges.seq_lens)
+
+    def follow(self, spans: Sequence[Span], pool: LayerPool) -> None:
+        """Takes the keys of a step's spans, worked out by the first break that asks for them, if one does (P39)."""
+        self._ranges, self.tokens = partial(KeyRanges.of, spans, pool), sum(span.length for span in spans)
 
 
 class SparseAttention(LatentAttend):
@@ -77,6 +94,7 @@ class SparseAttention(LatentAttend):
         breaks: which parts are breaks.
         index_topk: keys that a token attends to at most, and so columns of a selection: fewer only where the cache or
             a recording's ``longest`` has room for fewer.
+        columns: of a selection, where forms of one step must sum alike; None for as few as it can do with.
 
     Raises:
         InputError: if a part needs live keys and gets static ones, or the other way round.
@@ -90,6 +108,7 @@ class SparseAttention(LatentAttend):
         keys: KeyRanges | LiveKeys,
         breaks: Breaks,
         index_topk: int,
+        columns: int | None = None,
     ) -> None:
         if breaks.select != isinstance(keys, LiveKeys):
             given, wanted = type(keys).__name__, "LiveKeys" if breaks.select else "KeyRanges"
@@ -101,7 +120,7 @@ class SparseAttention(LatentAttend):
             raise InputError(f"{keys.tokens} tokens are live, {len(out_slots)} have a slot; give each one")
         self.kv, self.out_slots, self.keys, self.breaks = kv, out_slots, keys, breaks
         room = len(kv.context_positions) if isinstance(keys, LiveKeys) else keys.longest
-        self.columns = min(index_topk, room)
+        self.columns = columns or min(index_topk, room)
         self.live = out_slots > 0
         self.selected: Tensor | None = None
 

@@ -94,6 +94,11 @@ class PrefillRunner(Runner[Sequence[Span]]):
         fed = {} if feeder is None else feeder.watched(model, kv)
         super().__init__(group, buckets, AddressContract({"model": model, **kv.watched(), **fed}), options)
 
+    @property
+    def fixed_axis(self) -> bool:
+        """Whether a recording holds requests on a fixed axis, instead of leaving them to breaks."""
+        return self.backend == "full"
+
     def needed(self) -> tuple[str, ...]:
         """Names of the slots that a caller fills."""
         return INPUTS + window_inputs(self.kv)
@@ -101,7 +106,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
     def slots(self) -> dict[str, Slot]:
         """Rows of int64, one element a token; and the request axis of a full recording, int32."""
         tokens = {name: Slot(shape=(-1,), dtype=torch.int64, pad=0) for name in self.inputs}
-        if self.backend != "full":
+        if not self.fixed_axis:
             return tokens
         places = (self.max_requests, self.max_requests + 1, self.max_requests + 1)
         return tokens | {
@@ -123,7 +128,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         hidden: Tensor = feeder.forward(*tokens, inputs["out_slots"]) if feeder else self.model(*tokens)
         return hidden
 
-    def attend(self, inputs: Mapping[str, Tensor]) -> PrefillAttention | RequestAxisAttention:
+    def attend(self, inputs: Mapping[str, Tensor]) -> Any:
         """Attention of a step: over the request axis where it is among the inputs, else over the live spans."""
         slots = {name: inputs[name] for name in self.inputs if name.endswith("out_slots")}
         axis = {name: inputs[name] for name in REQUEST_AXIS if inputs.get(name) is not None}
@@ -159,7 +164,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
 
     def derived(self, live: Sequence[Span]) -> dict[str, Tensor]:
         """The request axis of a full recording, in one copy; absent requests start at the end with length 0 (P27)."""
-        if self.backend != "full":
+        if not self.fixed_axis:
             return {}
         absent = self.max_requests - len(live)
         rows = [span.row for span in live] + [0] * absent
@@ -183,7 +188,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         limit = self.captured.buckets[-1]
         if tokens > limit and self.backend != "eager":
             return Miss(Reason.ABOVE_LIMIT, f"{tokens} tokens, captured up to {limit}")
-        if self.backend != "full":
+        if not self.fixed_axis:
             return None
         if len(spans) > self.max_requests:
             return Miss(Reason.MORE_REQUESTS, f"{len(spans)} requests, the axis holds {self.max_requests}")
@@ -197,11 +202,11 @@ class PrefillRunner(Runner[Sequence[Span]]):
     def prepare(self, views: dict[str, Tensor]) -> None:
         """Requests of the warm-up length at the reserved row; their KV goes to the reserved slot (P28, P44)."""
         size, length = views["out_slots"].shape[0], self.warmup_length
-        if self.backend == "full":  # as many as the axis holds
+        if self.fixed_axis:  # as many as the axis holds
             length = max(length, -(-size // self.max_requests))
         length = min(length, len(self.kv.context_positions))
         spans = [Span(0, 0, min(length, size - start)) for start in range(0, size, length)]
-        self._place(spans[: self.max_requests] if self.backend == "full" else spans, views)
+        self._place(spans[: self.max_requests] if self.fixed_axis else spans, views)
 
     def _place(self, spans: Sequence[Span], views: Mapping[str, Tensor]) -> None:
         self.set_live(spans)
@@ -225,7 +230,7 @@ class PrefillRunner(Runner[Sequence[Span]]):
         spans: list[Span] = []
         left, cached = size, self.max_cached
         while left:
-            last = self.backend == "full" and len(spans) + 1 == self.max_requests
+            last = self.fixed_axis and len(spans) + 1 == self.max_requests
             length = min(left, context) if last else 1 + int(draw(min(left, context), 1))
             start = int(draw(max(min(context - length, cached), 0) + 1, 1))
             spans.append(Span(int(draw(rows, 1)), start, length))

@@ -24,11 +24,11 @@ from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
 from cglab.models.assistant import Assistant
-from cglab.models.attention import DecodeStep, LiveRows
+from cglab.models.attention import LiveRows
 from cglab.models.block_draft import BlockDraft
 from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
-from cglab.models.ops import DECODE_ATTENTION
+from cglab.models.ops import decode_attention
 from cglab.runners.base import GraphGroup, Runner, distinct_slots, window_inputs
 
 log = logging.getLogger("cglab.runners")
@@ -140,20 +140,22 @@ class RequestRunner(Runner[int], Generic[Model]):
         ) in self.declared.items():  # in this order, or the same seed would draw other values
             views[name].copy_(declared.draw(tuple(views[name].shape), generator))
 
-    def attend(
-        self, inputs: Mapping[str, Tensor], *, live: LiveRows | None = None, **step: Any
-    ) -> DecodeStep:
+    def attend(self, inputs: Mapping[str, Tensor], *, live: LiveRows | None = None, **step: Any) -> Any:
         """Attention of a step; frozen where the phase stores nothing.
 
         Args:
             inputs: ``requests``, or ``stores``.
             live: how many rows the breaks see, where these are no requests.
             **step: width and tree, as ``DecodeStep`` takes them.
+
+        Returns:
+            What the model's layers attend by: a ``DecodeStep`` or a ``LatentDecode``.
         """
         for name in ("request_rows", "seq_lens", "out_slots", "window_out_slots"):
             if name in inputs:
                 step[name] = inputs[name]
-        return DECODE_ATTENTION[self.model.body.name](self.kv, live=live or self.live, **step)
+        form = decode_attention(self.model.config, self.model.body.name)
+        return form(self.kv, live=live or self.live, **step)
 
     def width_of(self, values: Mapping[str, Tensor]) -> int:
         """Tokens that each request of a step brings."""

@@ -17,9 +17,10 @@ from cglab.graphs.options import CaptureFailedWarning
 from cglab.lab.available import Draft, in_load, unavailable
 from cglab.lab.facade import Lab
 from cglab.lab.load_run import LoadRun
-from cglab.lab.steps import size_name
+from cglab.lab.steps import PREFILLS, size_name
 from cglab.lab.techniques import TECHNIQUES, technique
 from cglab.measure.ab import schedule
+from cglab.models.dsa_config import DsaConfig
 from cglab.ui.sections import Results, Section, SectionName, compared_step, loaded, profiled
 from cglab.ui.worker import Watch
 from cglab.ui.workspace import Workload
@@ -65,8 +66,8 @@ class LabBench:
 
     def unavailable(self) -> dict[str, str]:
         """Reasons by toggle."""
-        draft = self._draft(self.lab)
-        found = {name: unavailable(name, draft) for name in TECHNIQUES}
+        draft, latent = self._draft(self.lab), isinstance(self.lab.config, DsaConfig)
+        found = {name: unavailable(name, draft, latent=latent) for name in TECHNIQUES}
         return {name: why for name, why in found.items() if why is not None}
 
     def choose(self, name: str, mode: str, workload: Workload) -> None:
@@ -93,7 +94,7 @@ class LabBench:
         arms = ("eager", *(values if mode == "eager" else [mode]))
         sizes: dict[str, Any] = (
             {"tokens": min(workload.prompt, lab.sizes.largest("prefill"))}
-            if name == "prefill"
+            if name in PREFILLS
             else {"batch": workload.batch, "context": workload.prompt}
         )
         steps = _Share(watch, STEP_SHARE, len(arms) * INSTANCES)

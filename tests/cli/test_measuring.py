@@ -6,6 +6,7 @@ import pytest
 
 from cglab.commands import measuring
 from cglab.lab.benches import Bench
+from cglab.lab.checking import CASES
 from cglab.lab.plants import PLANTS
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.record import make_record, new_run
@@ -44,10 +45,7 @@ def test_all_is_a_list_of_what_this_version_has(ask_json, monkeypatch):
     )
     status, found = ask_json("parity", "--all", "--cases", "3")
     assert status == 0
-    assert [(each["technique"], each["cases"]) for each in found] == [
-        (name, 3)
-        for name in ("decode", "verify", "draft_loop", "seed_step", "draft_sampler", "prefill", "pp_prefill")
-    ]
+    assert [(each["technique"], each["cases"]) for each in found] == [(name, 3) for name in CASES]
 
 
 def test_a_planted_fault_is_caught_by_one_command(ask):

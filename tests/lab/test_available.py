@@ -5,7 +5,7 @@ import pytest
 import cglab
 from cglab.errors import ToggleError
 from cglab.lab.available import NEEDS, in_load, unavailable
-from cglab.lab.techniques import DRAFTING, TECHNIQUES
+from cglab.lab.techniques import DRAFTING, SPARSE, TECHNIQUES
 
 
 def test_every_technique_says_what_it_needs():
@@ -28,7 +28,14 @@ def test_what_is_available_has_a_runner_and_what_is_not_has_none(draft, name):
                     lab.runner("eager", toggle)
 
 
+def test_parts_of_sparse_attention_are_there_for_a_latent_model_alone():
+    for toggle in SPARSE:
+        assert unavailable(toggle, None, latent=True) is None
+        assert "latent" in unavailable(toggle, None)
+    assert "NextN" in unavailable("draft_extend", None, latent=True)
+
+
 def test_with_a_draft_no_decode_step_runs_under_load():
     assert in_load("decode", None) is None and "draft" in in_load("decode", "block")
-    assert [in_load(name, "assistant") for name in (*DRAFTING, "prefill")] == [None] * 5
+    assert [in_load(name, "assistant") for name in (*DRAFTING, "prefill", *SPARSE)] == [None] * 7
     assert "one process" in in_load("pp_prefill", None)

@@ -8,7 +8,7 @@ import torch
 from cglab.errors import ToggleError
 from cglab.lab.checking import CASES, check_technique
 from cglab.lab.plants import PLANTS, planted
-from cglab.lab.techniques import TECHNIQUES
+from cglab.lab.techniques import SPARSE, TECHNIQUES
 from cglab.runners.decode import DecodeRunner
 
 CPU = torch.device("cpu")
@@ -32,11 +32,19 @@ def test_p11_p12_p13_p14_p15_b26_b28_b32_random_sequences_hold_against_three_ora
     assert found.cases == cases and found.steps > 2 * cases and 0.4 < found.captured / found.steps < 0.9
 
 
-@pytest.mark.parametrize("name", sorted(CHECKED))
+@pytest.mark.parametrize("name", sorted(CHECKED - set(SPARSE)))
 def test_p11_p27_b26_sequences_over_windows_hold_against_three_oracles(name):
     found = check_technique(name, 8, device=CPU, windowed=True)
     assert found.ok and found.captured, str(found)
     assert f"{name} on pico-gqa with windows (tape, float32): ok" in str(found)
+
+
+@pytest.mark.parametrize("name", ["decode", *SPARSE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sequences_of_latent_attention_hold_against_three_oracles(name, dtype):
+    found = check_technique(name, 2 if name == "decode" else 4, device=CPU, latent=True, dtype=dtype)
+    assert found.ok and found.captured, str(found)
+    assert f"{name} on dsa-tiny (tape, {str(dtype)[6:]}): ok" in str(found)
 
 
 def test_a_fault_in_the_window_pool_alone_is_caught(monkeypatch):
@@ -70,6 +78,12 @@ def test_a_plant_is_taken_out_again():
     with pytest.raises(RuntimeError, match="out"), planted("stale-tail"):
         raise RuntimeError("out")
     assert check_technique("decode", 4, device=CPU).ok
+
+
+def test_latent_attention_where_it_is_not_checked_is_refused():
+    for options in ({"name": "verify", "latent": True}, {"name": "dsa_attention", "windowed": True}):
+        with pytest.raises(ToggleError, match="without these are decode, dsa_attention, dsa_indexer_prep"):
+            check_technique(cases=1, device=CPU, **options)
 
 
 @pytest.mark.parametrize(

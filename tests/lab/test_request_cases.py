@@ -40,6 +40,15 @@ def test_bitwise_in_low_precision():
     assert found.ok, str(found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_requests_of_latent_attention_too(dtype):
+    """Decode in both kinds of recording; prefill with breaks, and without any over a fixed extent (T9b)."""
+    modes = [("full", "breakable"), ("breakable", "full")]
+    found = list(check_requests(CPU, modes=modes, load=replace(FEW, count=8), dtype=dtype, model="dsa-tiny"))
+    assert len(found) == 2 and all(each.ok and each.captured for each in found), "\n".join(map(str, found))
+    assert {each.model for each in found} == {"dsa-tiny"}
+
+
 def test_a_missing_guard_is_noticed(monkeypatch):
     """Padded rows that write to a live slot: the request whose slot it is has another logit sooner or later."""
     slots = DecodeRunner.slots

@@ -75,9 +75,9 @@ class LatentRequests:
 
 
 def padded(keys, tokens, room=5):
-    """Static ranges: room for more keys, and padded tokens that see none."""
+    """Static ranges: room for more keys, padded tokens that see none, and requests that are not told apart."""
     idle = keys.starts.new_zeros(tokens)
     return replace(
         keys, slots=torch.cat((keys.slots, keys.slots.new_zeros(room))), starts=torch.cat((keys.starts, idle)),
-        seq_lens=torch.cat((keys.seq_lens, idle)),
+        seq_lens=torch.cat((keys.seq_lens, idle)), spans=(),
     )  # fmt: skip

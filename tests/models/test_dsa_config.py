@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import cglab
 from cglab.errors import ModelError, ToggleError
 from cglab.models.body import Portable
 from cglab.models.config import ModelConfig
@@ -15,7 +14,7 @@ from cglab.models.dsa_config import ARCHITECTURE, DSA_PRESETS, DsaConfig
 from cglab.models.experts import RoutedExperts
 from cglab.models.kv import PagedKV
 from cglab.models.loading import find_model, load_model, random_model
-from cglab.models.ops import use_ops
+from cglab.models.ops import check_ops, use_ops
 from cglab.models.sources import find_folder
 from tests.models.latent import TINY
 from tests.models.test_dsa import SMALL, theirs
@@ -152,8 +151,10 @@ def test_an_unknown_architecture_is_told_all_that_are_known(folder):
         find_model(folder(architectures=["MambaForCausalLM"]))
 
 
-def test_the_lab_says_that_it_has_no_runner_for_it():
-    with pytest.raises(ModelError, match="latent attention, for which the lab has no runner"):
-        cglab.open("dsa-24", device="cpu")
+def test_a_form_of_latent_attention_is_the_portable_one_on_any_device():
+    for device in ("cpu", "cuda"):
+        assert check_ops(None, torch.device(device), TINY) == "portable"
+    with pytest.raises(ToggleError, match="no form for latent attention; good: portable"):
+        check_ops("compiled", torch.device("cuda"), TINY)
     assert not isinstance(find_model("pico-gqa").config, DsaConfig)
     assert isinstance(find_model("pico-gqa").config, ModelConfig)

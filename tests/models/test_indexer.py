@@ -122,9 +122,29 @@ def test_pieces_of_rows_select_what_all_rows_at_once_select(monkeypatch):
     query, gates = torch.randn(len(seen), 3, 4), torch.randn(len(seen), 3)
     whole, pieces = (torch.empty(len(seen), 5, dtype=torch.int32) for _ in range(2))
     select(query, gates, index_keys, ranges, whole)
-    monkeypatch.setattr(module, "SCORE_BYTES", 3 * len(ranges.slots) * 8 * 2)  # two rows
+    monkeypatch.setattr(module, "SCORE_BYTES", 3 * 21 * 8 * 2)  # two rows of the longer request
     select(query, gates, index_keys, ranges, pieces)
     assert whole.equal(pieces)
+
+
+@given(requests, st.integers(1, 9))
+def test_each_request_is_scored_apart_and_selects_what_it_selects_among_all(lengths, kept):
+    kv, ranges, seen = step(lengths)
+    index_keys = torch.randint(-1, 2, (kv.full.values.shape[1], 1, 4)).float()
+    query, gates = drawn(len(seen))
+    apart, packed = (torch.full((len(seen), kept), 7, dtype=torch.int32) for _ in range(2))
+    scored, plain = [], module.index_scores
+
+    def counted(query, gates, keys):
+        scored.append((len(query), len(keys)))
+        return plain(query, gates, keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "index_scores", counted)
+        select(query, gates, index_keys, ranges, apart)
+    select(query, gates, index_keys, replace(ranges, spans=()), packed)
+    assert apart.equal(packed)
+    assert scored == [(length, start + length) for start, length in lengths if start + length > kept]
 
 
 def test_scores_are_gated_sums_of_what_is_above_zero():

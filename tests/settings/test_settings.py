@@ -10,7 +10,7 @@ from cglab.models.drafts import find_draft
 from cglab.models.sources import find_folder
 from cglab.serving.arm import model_path
 from cglab.serving.installed import find_python
-from cglab.settings import Settings, device, read_settings
+from cglab.settings import KILL_SWITCHES, Settings, device, read_settings
 
 
 def test_defaults(root):
@@ -28,9 +28,12 @@ def test_ops_are_the_devices_own_unless_a_form_is_named(given, ops):
     assert read_settings({"CGLAB_OPS": given}).ops == ops
 
 
-@pytest.mark.parametrize(("given", "captured"), [("", True), ("0", True), ("1", False)])
-def test_the_seed_step_is_captured_unless_it_is_switched_off(given, captured):
-    assert read_settings({"CGLAB_DISABLE_SEED_GRAPH": given}).seed_graph is captured
+@pytest.mark.parametrize("switch", KILL_SWITCHES)
+def test_nothing_is_switched_off_unless_its_variable_says_so(switch):
+    assert read_settings({switch: ""}).switches == read_settings({switch: "0"}).switches == frozenset()
+    assert read_settings({switch: "1"}).switches == {switch}
+    with pytest.raises(ToggleError, match=f"{switch}='yes' is no switch"):
+        read_settings({switch: "yes"})
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,10 @@ def test_the_process_environment_is_read(monkeypatch):
         ({"CGLAB_OPS": "fast"}, ["CGLAB_OPS", "'fast'", "auto, portable, compiled"]),
         ({"CGLAB_DISABLE_SEED_GRAPH": "yes"}, ["CGLAB_DISABLE_SEED_GRAPH", "'yes'", "0, 1"]),
         ({"CGLAB_DATA": "no/such/folder"}, ["CGLAB_DATA", "'no/such/folder'", "existing folder"]),
-        ({"CGLAB_DEVCIE": "cpu"}, ["CGLAB_DEVCIE", "CGLAB_DATA, CGLAB_DEVICE, CGLAB_DISABLE_SEED_GRAPH"]),
+        (
+            {"CGLAB_DEVCIE": "cpu"},
+            ["CGLAB_DEVCIE", "CGLAB_DATA, CGLAB_DEVICE, CGLAB_DISABLE_DSA_ATTENTION_GRAPH"],
+        ),
     ],
 )
 def test_bad_value_names_variable_value_and_good_values(given, said):
