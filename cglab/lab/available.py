@@ -9,7 +9,7 @@ from typing import Final, Literal
 from cglab.lab.steps import PREFILLS, SIZES
 from cglab.lab.techniques import DRAFTING, SPARSE, technique
 
-Draft = Literal["assistant", "block"]
+Draft = Literal["assistant", "block", "nextn"]
 
 NEEDS: Final[Mapping[str, str]] = MappingProxyType({
     "decode": "any model",
@@ -21,7 +21,7 @@ NEEDS: Final[Mapping[str, str]] = MappingProxyType({
     "pp_prefill": "a process for each of two stages",
     "dsa_attention": "a model with sparse latent attention",
     "dsa_indexer_prep": "a model with sparse latent attention",
-    "draft_extend": "a model with sparse latent attention and its NextN layer",
+    "draft_extend": "a NextN layer as draft, of a model with sparse latent attention",
 })  # fmt: skip
 """What a technique needs, by its toggle."""
 
@@ -30,6 +30,7 @@ HOW: Final[Mapping[str, str]] = MappingProxyType({
     "draft_sampler": 'cglab.open("pico-gqa", draft="pico-gqa-dflash")',
     "pp_prefill": "cglab bench pipeline",
     **dict.fromkeys(SPARSE, 'cglab.open("dsa-tiny")'),
+    "draft_extend": 'cglab.open("dsa-tiny", draft="nextn")',
 })  # fmt: skip
 """How to get what is missing, where there is a way."""
 
@@ -49,8 +50,8 @@ def unavailable(name: str, draft: Draft | None, *, latent: bool = False) -> str 
     if not found.available:
         return f"{found.reason}; needs {NEEDS[found.name]}"
     drafts: dict[str, tuple[Draft, ...]] = {
-        "verify": ("assistant", "block"), "draft_loop": ("assistant",), "seed_step": ("assistant",),
-        "draft_sampler": ("block",),
+        "verify": ("assistant", "block", "nextn"), "draft_loop": ("assistant",), "seed_step": ("assistant",),
+        "draft_sampler": ("block",), "draft_extend": ("nextn",),
     }  # fmt: skip
     if found.name in SPARSE:
         fits = latent

@@ -139,6 +139,8 @@ class LabBench:
     def _draft(lab: Lab) -> Draft | None:
         if lab.drafting is None:
             return None
+        if lab.drafting.layer_kv is not None:
+            return "nextn"
         return "assistant" if lab.drafting.feeder is None else "block"
 
     def _rows(self, name: str, workload: Workload) -> int:

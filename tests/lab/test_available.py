@@ -33,6 +33,7 @@ def test_parts_of_sparse_attention_are_there_for_a_latent_model_alone():
         assert unavailable(toggle, None, latent=True) is None
         assert "latent" in unavailable(toggle, None)
     assert "NextN" in unavailable("draft_extend", None, latent=True)
+    assert unavailable("draft_extend", "nextn", latent=True) is None
 
 
 def test_with_a_draft_no_decode_step_runs_under_load():

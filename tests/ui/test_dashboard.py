@@ -395,10 +395,13 @@ def test_n03_a_lab_that_was_closed_or_is_gone_is_said():
 
 
 def test_parts_of_sparse_attention_are_toggled_and_measured_on_a_latent_model():
-    with cglab.open("dsa-tiny", device="cpu", max_batch=2, max_context=64, bucket_floor=1) as lab:
-        board = lab.dashboard("dsa_attention", "dsa_indexer_prep", "decode")
+    with cglab.open(
+        "dsa-tiny", draft="nextn", device="cpu", max_batch=2, max_context=64, bucket_floor=1
+    ) as lab:
+        board = lab.dashboard("dsa_attention", "dsa_indexer_prep", "draft_extend", "verify")
         board.wait(60)
         assert board.workspace.unavailable == {}
+        board.choose("draft_extend", "eager")
         board.workspace.batch, board.workspace.prompt, board.workspace.new = 2, 24, 2
         board.choose("dsa_attention", "eager")
         board.choose("dsa_attention", "graph")
@@ -406,6 +409,6 @@ def test_parts_of_sparse_attention_are_toggled_and_measured_on_a_latent_model():
         board.run()
         board.wait(120)
         space = board.workspace
-        assert space.errors == {} and lab.captures.dsa_indexer_prep == "eager"
+        assert space.errors == {} and lab.captures.dsa_indexer_prep == lab.captures.draft_extend == "eager"
         assert dict(space.results.parity) == {"graph": "bitwise"}
         assert space.results.sections["users"].table["tokens"].tolist() == ["reference", "equal"]
