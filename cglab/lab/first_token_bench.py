@@ -59,8 +59,8 @@ class PromptPoint:
     def eager(self) -> tuple[Tensor, Tensor]:
         """The first token [1] and its logits [1, vocabulary], computed without a graph."""
         self.lab.captures.prefill = "eager"
-        tokens, logits = self.lab.engine.forward(self.batch)
-        return tokens.clone(), logits.clone()
+        computed = self.lab.engine.forward(self.batch)
+        return computed.tokens.clone(), computed.logits.clone()
 
 
 @contextmanager
@@ -208,7 +208,7 @@ def _judge(point: PromptPoint) -> Judge:
     """By the eager step; the default one is the other way."""
     tokens, logits = point.eager()
     point.lab.captures.prefill = OURS
-    return Judge.of(tokens, logits, point.lab.engine.forward(point.batch)[1])
+    return Judge.of(tokens, logits, point.lab.engine.forward(point.batch).logits)
 
 
 def _floor(lab: Lab, tokens: int, bandwidth: float, rate: float) -> tuple[float, str]:
