@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cglab.engine.draft_workload import steady_speculation
 from cglab.errors import ToggleError
@@ -13,7 +13,7 @@ from cglab.lab import steps
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.profiles import save_profile, trace_path
 from cglab.lab.techniques import check_arms, technique
-from cglab.measure.ab import interleave
+from cglab.measure.ab import Progress, interleave
 from cglab.measure.profiling import profile
 from cglab.models.compiled import nothing_compiled
 
@@ -27,9 +27,15 @@ IN_WHOLE = ("seed_step", "draft_sampler")
 """Techniques whose arms are also shown so."""
 
 
-def compare(
-    lab: Lab, name: str, arms: Sequence[str], sizes: Sizes, *, instances: int, repeats: int
-) -> Comparison:
+class Turns(NamedTuple):
+    """How arms take turns; see ``measure.ab.interleave``."""
+
+    instances: int
+    repeats: int
+    progress: Progress | None = None
+
+
+def compare(lab: Lab, name: str, arms: Sequence[str], sizes: Sizes, turns: Turns) -> Comparison:
     """See ``Lab.compare``."""
     checked = check_arms(name, arms)
     made = {arm: lab.phases.arm(name, arm) for arm in checked}
@@ -38,8 +44,7 @@ def compare(
         parity = {arm: steps.step_parity(made[arm], step) for arm in checked if arm != "eager"}
         times = interleave(
             {arm: steps.timed(runner, step, lab.device) for arm, runner in made.items()},
-            instances=instances,
-            repeats=repeats,
+            **turns._asdict(),
         )
         workload = lab.describe(step, name)
     return Comparison(

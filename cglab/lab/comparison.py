@@ -11,6 +11,7 @@ from cglab.graphs.coverage import Coverage
 from cglab.lab.views import draw
 from cglab.measure.ab import ABResult
 from cglab.measure.parity import Parity
+from cglab.measure.perfetto import perfetto
 from cglab.measure.prediction import outcome, predict_gain
 from cglab.measure.trace import Trace
 
@@ -168,6 +169,16 @@ class Profile:
             window_us: the part of the step to show, in microseconds from its start.
         """
         return draw("timeline", self, window_us=window_us)
+
+    @property
+    def length_us(self) -> float:
+        """Microseconds from the start of the longest arm's last step to its end."""
+        rows = [row for trace in self.traces.values() for row in trace.rows(trace.steps - 1)]
+        return max((float(row["start_us"] + row["duration_us"]) for row in rows), default=0.0)
+
+    def perfetto(self) -> bytes:
+        """The content of a ``.json.gz`` file that Perfetto opens: the last step of each arm."""
+        return perfetto(self.traces)
 
     def explain(self, comparison: Comparison) -> str:
         """What the eager trace predicts that a graph wins, and what each captured arm gained.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -31,6 +31,8 @@ from cglab.lab.prefill_limit import prefill_sizes
 from cglab.lab.prompts import Prompts, encode, sample_prompts
 from cglab.lab.sweep import Sweep
 from cglab.lab.techniques import Captures
+from cglab.lab.views import show
+from cglab.measure.ab import Progress
 from cglab.measure.memory import Memory, memory_now
 from cglab.measure.parity import Parity
 from cglab.models.compiled import nothing_compiled
@@ -48,6 +50,7 @@ class Lab:
         drafting: the draft model, and how much it drafts; None without one.
         engine: requests and the paged cache.
         sizes: how large measured steps are, and can be.
+        closing: called first when it closes, by whoever works on it in another thread.
     """
 
     def __init__(
@@ -60,8 +63,7 @@ class Lab:
         self.buckets = bucket_list(layout.rows - 1, sizes, explicit=buckets)
         self.prefill_buckets = prefill_sizes(scheduling.token_budget, prefill_buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
-        self.captures = Captures()
-        self._closed = False
+        self.captures, self.closing, self._closed = Captures(), list[Callable[[], object]](), False
         self.group = GraphGroup(device)
         self._before = self._memory()
         self.model, self.config, self.tokenizer, self.weights = load_model(
@@ -124,18 +126,12 @@ class Lab:
 
     def sample_prompts(self, count: int = 2) -> list[Any]:
         """Prompts that this model can take: code where it has a tokenizer, token ids otherwise."""
-        has_text = self.tokenizer is not None
-        return sample_prompts(count, vocabulary=self.config.vocab_size, has_text=has_text)
+        return sample_prompts(count, vocabulary=self.config.vocab_size, has_text=self.tokenizer is not None)
 
     def generate(
-        self,
-        prompts: Prompts,
-        max_new_tokens: int | Sequence[int] = 64,
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        stop_at_end: bool = True,
-    ) -> Generation:
+        self, prompts: Prompts, max_new_tokens: int | Sequence[int] = 64, *,
+        temperature: float = 0.0, seed: int = 0, stop_at_end: bool = True,
+    ) -> Generation:  # fmt: skip
         """Continuations of prompts.
 
         Args:
@@ -160,29 +156,28 @@ class Lab:
         self._require_open()
         return self.engine.stream(requests)
 
-    def load(self, load: Load, *, seconds: float | None = None) -> LoadRun:
+    def load(
+        self, load: Load, *, seconds: float | None = None, watch: Callable[[], None] | None = None
+    ) -> LoadRun:
         """Runs a closed-loop load on whatever the toggles say: latency, coverage by phase, forward occupancy.
 
         Args:
             load: what to ask; equal loads are the same requests to the byte.
             seconds: stop after so long; None runs it to its end.
+            watch: called after every step; what it raises ends the load.
 
         Raises:
             InputError: if other requests are in flight, or the cache cannot hold the shared prefix.
         """
         self._require_open()
         with nothing_compiled(*self.models):
-            return run_load(self.engine, load, self.phases.for_load(load), model=self.name, seconds=seconds)
+            needed = self.phases.for_load(load)
+            return run_load(self.engine, load, needed, model=self.name, seconds=seconds, watch=watch)
 
     def compare(
-        self,
-        name: str = "decode",
-        arms: Sequence[str] = ("eager", "full"),
-        *,
-        instances: int = 3,
-        repeats: int = 10,
-        **sizes: int | None,
-    ) -> Comparison:
+        self, name: str = "decode", arms: Sequence[str] = ("eager", "full"), *,
+        instances: int = 3, repeats: int = 10, progress: Progress | None = None, **sizes: int | None,
+    ) -> Comparison:  # fmt: skip
         """Measures settings of one toggle in turns, with parity and coverage beside the times.
 
         A seed step is timed together with the draft loop after it: fused, they are one graph; a draft sampler with
@@ -193,6 +188,7 @@ class Lab:
             arms: its values; the first is the reference of the ratios.
             instances: turns of each arm.
             repeats: timed steps in a turn.
+            progress: called with an arm and its instance before each turn; what it raises ends the comparison.
             **sizes: of the step; ``tokens``, ``cached`` and ``requests`` of prefill, ``batch`` and ``context`` of
                 all others.
 
@@ -200,20 +196,19 @@ class Lab:
             ToggleError: for an unknown toggle or value.
         """
         self._require_open()
-        return comparing.compare(self, name, arms, sizes, instances=instances, repeats=repeats)
+        return comparing.compare(self, name, arms, sizes, comparing.Turns(instances, repeats, progress))
 
     def describe(self, step: Step, name: str = "decode") -> dict[str, Any]:
         """The workload of a step as it is recorded."""
-        described = steps.describe(step, self.phases.arm(name, "eager"))
-        return {**described, "cache": self.max_context, "ops": self.ops, **self.drafted}
+        sizes = steps.describe(step, self.phases.arm(name, "eager"))
+        return sizes | {"cache": self.max_context, "ops": self.ops, **self.drafted}
 
     def step_parity(self, mode: str, step: Step, name: str = "decode") -> Parity:
         """One captured step against the same step run eager at the padded size (oracle 1)."""
         return steps.step_parity(self.phases.arm(name, mode), step)
 
     def sweep(
-        self, name: str = "decode", arms: Sequence[str] = ("eager", "full"),
-        sizes: Sequence[int] = (), **options: Any,
+        self, name: str = "decode", arms: Sequence[str] = ("eager", "full"), sizes: Sequence[int] = (), **options: Any,
     ) -> Sweep:  # fmt: skip
         """``compare`` at several batch sizes or, of prefill, numbers of tokens; ``options`` are those of ``compare``.
 
@@ -240,9 +235,12 @@ class Lab:
             ToggleError: for an unknown toggle or value, or whole steps of another toggle.
         """
         self._require_open()
-        if whole:
-            return comparing.trace_whole(self, name, arms, sizes, repeats=repeats, save=save)
-        return comparing.trace(self, name, arms, sizes, repeats=repeats, save=save)
+        traced = comparing.trace_whole if whole else comparing.trace
+        return traced(self, name, arms, sizes, repeats=repeats, save=save)
+
+    def dashboard(self, *toggles: str) -> Any:
+        """The interactive workspace on this lab, a widget; of the toggles named alone, all ten by default."""
+        return show("lab_dashboard", self, toggles)
 
     def coverage(self, name: str = "decode") -> dict[str, Coverage]:
         """Captured and eager steps of a technique since the lab was opened, by mode, with reasons."""
@@ -270,6 +268,8 @@ class Lab:
         if self._closed:
             return None
         self._closed = True
+        for end in self.closing:
+            end()
         self.phases.close()
         self.group.close()
         for model in self.models:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,6 +158,7 @@ def run_load(
     *,
     model: str,
     seconds: float | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> LoadRun:
     """Drives a load through an engine and gathers what ``LoadRun`` tells.
 
@@ -167,6 +168,7 @@ def run_load(
         runners: by phase, those that the engine's phases give for this load.
         model: its name.
         seconds: stop after so long.
+        watch: called after every step; what it raises ends the run, the engine left idle.
 
     Raises:
         InputError: as ``engine.load.drive``.
@@ -179,6 +181,8 @@ def run_load(
         ended = engine.segments.drain()
         segments.extend(ended)
         meter.batch_done(ended, engine.now())
+        if watch is not None:
+            watch()
 
     engine.segments.drain()
     with engine.watched() as steps:

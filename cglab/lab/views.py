@@ -13,3 +13,8 @@ def draw(view: str, *data: Any, **options: Any) -> Any:
         A plotly figure.
     """
     return getattr(import_module("cglab.ui.plots"), view)(*data, **options)
+
+
+def show(view: str, *data: Any) -> Any:
+    """The widgets of ``cglab.ui.dashboard.<view>`` on ``data``; ipywidgets is loaded here and not before."""
+    return getattr(import_module("cglab.ui.dashboard"), view)(*data)

@@ -27,6 +27,16 @@ QUIET = "6"
 """Kineto's level above all of its own: by default it tells standard error when it starts and stops."""
 
 
+def prepare() -> None:
+    """Gives the profiler its first use, empty, on this thread, so that any other may profile.
+
+    It wants that on the thread that loaded torch, and complains on standard error otherwise.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
+    with torch.autograd.profiler.profile(use_kineto=True):
+        pass
+
+
 def profile(
     function: Callable[[], object],
     *,

@@ -1,7 +1,7 @@
 """How every figure looks: one template, one colour for each arm, a title and units always.
 
-Colours are Okabe and Ito's, told apart with any colour vision. The baseline is grey everywhere, so that colour
-always means captured.
+Colours are Okabe and Ito's, told apart with any colour vision; but their pink, which is the grey of the baseline to an
+eye without green, gave way to a wine red. The baseline is grey everywhere, so that colour always means captured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLOURS = {
     "full": "#0072B2",
     "breakable": "#E69F00",
     "graph": "#009E73",
-    "fused": "#CC79A7",
+    "fused": "#882255",
     "breaks": "#D55E00",
     "floor": INK,
     "plan": "#0072B2",

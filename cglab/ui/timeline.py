@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 
 from cglab.lab.comparison import Profile
 from cglab.measure.intervals import union
+from cglab.measure.layers import find_layers
 from cglab.measure.trace import Trace
 from cglab.ui.style import colour, empty, faded, figure
 
@@ -54,7 +55,12 @@ def end_of(row: Row) -> float:
 def single_bars(rows: Sequence[Row]) -> list[Bar]:
     """One bar an event."""
     return [
-        Bar(row["start_us"], end_of(row), 1.0, f"{short(row['name'])}: {row['duration_us']:.1f} µs")
+        Bar(
+            row["start_us"],
+            end_of(row),
+            1.0,
+            f"{short(row['name'])}: {row['duration_us']:.1f} µs{row.get('layer', '')}",
+        )
         for row in rows
     ]
 
@@ -111,6 +117,19 @@ def lanes(trace: Trace, step: int) -> dict[str, list[Row]]:
     return {name: [row for row in rows if row["lane"] == lane] for lane, name in names.items()}
 
 
+def with_layers(rows: list[Row]) -> list[Row]:
+    """The kernels of a stream, each saying which layer it is in, where layers can be told apart."""
+    rows = sorted(rows, key=lambda row: float(row["start_us"]))
+    found = find_layers([row["name"] for row in rows])
+    if found is None:
+        return rows
+    numbers = [found.of(index) for index in range(len(rows))]
+    return [
+        row | {"layer": f"<br>layer {number} of {found.count}" if number else "<br>outside the layers"}
+        for row, number in zip(rows, numbers, strict=True)
+    ]
+
+
 def timeline(profile: Profile, *, window_us: tuple[float, float] | None = None) -> go.Figure:
     """One step of each arm, the arms above each other.
 
@@ -130,6 +149,7 @@ def timeline(profile: Profile, *, window_us: tuple[float, float] | None = None) 
     names: list[str] = []
     for arm, step in steps.items():
         for lane, rows in step.items():
+            rows = with_layers(rows) if lane.startswith("device") else rows  # noqa: PLW2901 - the same, told more
             visible = [row for row in rows if row["start_us"] < high and end_of(row) > low]
             crowded = len(visible) > MOST_BARS
             bars = sliced_bars(visible, low, high) if crowded else single_bars(visible)
@@ -144,7 +164,7 @@ def timeline(profile: Profile, *, window_us: tuple[float, float] | None = None) 
                 offset=[round(LANE / 2 - LANE * bar.busy, 3) for bar in bars],
                 marker={"color": faded(colour(arm), 0.6) if pale else colour(arm), "line": {"width": 0}},
                 hovertext=[bar.label for bar in bars],
-                hovertemplate="%{hovertext}<br>from %{base:.1f} µs<extra></extra>",
+                hovertemplate=f"%{{hovertext}}<br>{profile.technique}, " + "from %{base:.1f} µs<extra></extra>",
             )  # fmt: skip
     made.update_xaxes(
         title_text="time from the start of the step (µs)", range=[low, high],

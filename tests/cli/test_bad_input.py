@@ -87,7 +87,6 @@ def test_a_wrong_toggle_changes_nothing():
         for name, value, said in (
             ("decode", "fast", "full, breakable, eager"),
             ("decoed", "full", "good names: decode"),
-            ("draft_extend", "graph", "not in this version"),
         ):
             with pytest.raises(ToggleError, match=said):
                 setattr(lab.captures, name, value)

@@ -1,6 +1,8 @@
 """The profiling helper: on the CPU here, on a GPU where there is one."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -75,3 +77,17 @@ def test_gpu_profile_of_eager_and_replayed_steps():
     assert (replayed.launches, replayed.graph_launches) == (5, 5)
     assert same_work(eager, replayed).only_base == {}
     assert outcome(predict_gain(eager), replayed.wall_us / 5, replayed).verdict != "unexplained"
+
+
+def test_another_thread_may_profile_without_a_word_on_standard_error(environment):
+    code = (
+        "import threading, torch\n"
+        "from cglab.measure.profiling import prepare, profile\n"
+        "prepare()\n"
+        "work = threading.Thread(target=lambda: print(profile(lambda: torch.ones(3) + 1, steps=2).steps))\n"
+        "work.start(); work.join()\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (run.stdout, run.stderr) == ("2\n", "")

@@ -52,3 +52,19 @@ def test_checked_cells_hold_for_a_model_of_another_kind(path, model, root, envir
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_n10_checked_cells_hold_with_the_gpu_hidden(path, root, environment):
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
+        cwd=root,
+        env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]

@@ -38,6 +38,19 @@ def test_stored_notebook_is_well(path):
     assert problems(path) == []
 
 
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_n07_n08_n10_checked_cells_hold_printed_text_that_names_no_device_and_figures_are_small(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type != "code":
+            continue
+        if refresh_notebooks.is_checked(cell):
+            assert {output.output_type for output in cell.outputs} == {"stream"}
+            text = "".join(output.text for output in cell.outputs)
+            assert not {"cuda", "cuda:0", "cpu", "tape"} & set(text.replace(",", " ").split()), text
+        for output in cell.outputs:
+            assert len(json.dumps(output)) < 400_000, cell.source
+
+
 def test_good_notebook_has_no_problem(tmp_path):
     plot = new_code_cell("figure", execution_count=2, outputs=[figure({"text": "Replay time"})])
     prose = [new_markdown_cell("# Capture"), new_markdown_cell("Now the plot.")]

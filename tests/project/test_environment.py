@@ -61,6 +61,12 @@ def test_pip_section_is_exactly_the_project_with_its_extra(environment, project)
     assert "sglang" in project["optional-dependencies"]
 
 
+def test_ci_installs_the_browser_that_drives_the_workspace_and_a_font(root, project):
+    script = (root / ".ci" / "run").read_text()
+    assert "command -v chromium " in script and "chromium fonts-" in script
+    assert "playwright" in {each.name for each in requirements(project["optional-dependencies"]["dev"])}
+
+
 def test_every_package_of_the_design_card_is_declared(project):
     declared = requirements(project["dependencies"], project["optional-dependencies"]["sglang"])
     assert {requirement.name for requirement in declared} >= DESIGN_CARD

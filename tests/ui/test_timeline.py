@@ -3,12 +3,24 @@
 import pytest
 
 from cglab.lab.comparison import Profile
+from cglab.lab.profiles import recorded_profile
 from cglab.ui.style import summary
 from cglab.ui.timeline import LANE, MOST_BARS, SLICES, short, sliced_bars
 
 
 def row(start, duration, name="gemm"):
     return {"lane": "stream 7", "name": name, "kind": "kernel", "start_us": start, "duration_us": duration}
+
+
+def test_a_kernel_says_how_long_it_ran_in_which_layer_and_of_what_step():
+    profile = recorded_profile("decode")
+    figure = profile.timeline((400.0, 600.0))
+    kernels = next(trace for trace in figure.data if trace.name.startswith("full, device"))
+    assert len(kernels.x) > 10
+    assert all(" µs<br>" in told for told in kernels.hovertext) and "layer 2 of 28" in "".join(
+        kernels.hovertext
+    )
+    assert "decode, from" in kernels.hovertemplate
 
 
 def test_lanes_are_eager_above_replay_and_host_above_device(make):
