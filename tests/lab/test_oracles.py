@@ -90,7 +90,6 @@ def test_latent_attention_where_it_is_not_checked_is_refused():
     ("name", "cases", "plant", "told"),
     [
         ("verfy", 1, None, "good names: decode"),
-        ("draft_extend", 1, None, "not in this version"),
         ("decode", 0, None, "at least 1"),
         ("decode", 1, "stale", "good names: stale-tail"),
     ],
