@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyError as error:
         print(f"{error} is no guard; there are: {', '.join(chosen)}", file=sys.stderr)
         return 1
-    except (OSError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError) as error:
         print(f"no check: {error}", file=sys.stderr)
         return 1
     survived = 0
