@@ -8,6 +8,7 @@
 | ``CGLAB_DATA`` | an existing folder | ``data`` in the repository |
 | ``CGLAB_DISABLE_DSA_ATTENTION_GRAPH`` | ``0``, ``1`` | ``0``; ``1`` keeps sparse prefill attention a break |
 | ``CGLAB_DISABLE_DSA_INDEXER_GRAPH`` | ``0``, ``1`` | ``0``; ``1`` keeps the indexer's preparation a break |
+| ``CGLAB_DISABLE_NEXTN_GRAPH`` | ``0``, ``1`` | ``0``; ``1`` keeps the NextN draft extend eager |
 | ``CGLAB_DISABLE_SEED_GRAPH`` | ``0``, ``1`` | ``0``; ``1`` keeps the seed step eager, whatever its toggle says |
 | ``CGLAB_SGLANG_PYTHON`` | a Python with SGLang | the one of ``make test-sglang``, else this one if it has SGLang |
 
@@ -34,7 +35,8 @@ SWITCH = ("0", "1")
 SEED_GRAPH_SWITCH = "CGLAB_DISABLE_SEED_GRAPH"
 DSA_ATTENTION_SWITCH = "CGLAB_DISABLE_DSA_ATTENTION_GRAPH"
 DSA_INDEXER_SWITCH = "CGLAB_DISABLE_DSA_INDEXER_GRAPH"
-KILL_SWITCHES = (DSA_ATTENTION_SWITCH, DSA_INDEXER_SWITCH, SEED_GRAPH_SWITCH)
+NEXTN_SWITCH = "CGLAB_DISABLE_NEXTN_GRAPH"
+KILL_SWITCHES = (DSA_ATTENTION_SWITCH, DSA_INDEXER_SWITCH, NEXTN_SWITCH, SEED_GRAPH_SWITCH)
 SGLANG_PYTHON = "CGLAB_SGLANG_PYTHON"
 VARIABLES = ("CGLAB_DATA", "CGLAB_DEVICE", *KILL_SWITCHES, "CGLAB_MODEL", "CGLAB_OPS", SGLANG_PYTHON)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cglab.errors import CglabError
+from cglab.lab.peer_table import Peers
 from cglab.lab.recorded import Recorded, recorded
 from cglab.measure.record import Record
 
@@ -226,7 +227,7 @@ def _count(record: Record, name: str) -> int:
     return int(value) if isinstance(value, int | float) else 0
 
 
-BLOCKS: tuple[Table | Checks, ...] = (*TABLES, Checks())
+BLOCKS: tuple[Table | Checks | Peers, ...] = (*TABLES, Peers(), Checks())
 
 
 def _metric(arms: Arms, arm: str, name: str) -> Any:
@@ -248,7 +249,7 @@ def _number(value: Any, over: Any = 1.0) -> str:
     return f"{value / over:.2f}" if known else "-"
 
 
-def rewritten(text: str, table: Table | Checks, block: str) -> str:
+def rewritten(text: str, table: Table | Checks | Peers, block: str) -> str:
     """The README with one block replaced.
 
     Raises:

@@ -51,6 +51,13 @@ class Chunk:
     length: int
     last: bool
 
+    @property
+    def decoding_next(self) -> bool:
+        """Whether its request decodes after it: one that gave way may have had its newest token before."""
+        return self.last or (
+            bool(self.request.output) and self.start + self.length == self.request.length - 1
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:

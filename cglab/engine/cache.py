@@ -38,17 +38,18 @@ def paged_kv(
     )  # fmt: skip
 
 
-def layout_of(kv: PagedKV, max_context: int, lookahead: int = 0) -> CacheLayout:
+def layout_of(kv: PagedKV, max_context: int, lookahead: int = 0, overlap: int = 0) -> CacheLayout:
     """The sizes of a cache.
 
     Args:
         kv: the cache.
         max_context: longest request in tokens, at most what a row of the page table holds.
         lookahead: positions after its newest token that a decode step of a request writes.
+        overlap: tokens of the next page that what a draft keeps in a page depends on.
     """
     size, sliding = kv.page_size, kv.sliding
     return CacheLayout(
         kv.full.keys.shape[1] // size, size, len(kv.full.page_table), max_context,
         window=None if sliding is None else sliding.window,
-        window_pages=0 if sliding is None else sliding.keys.shape[1] // size, lookahead=lookahead,
+        window_pages=0 if sliding is None else sliding.keys.shape[1] // size, lookahead=lookahead, overlap=overlap,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from cglab.engine.batches import DecodeBatch
 from cglab.engine.drafters import seeded
 from cglab.engine.engine import Engine
 from cglab.engine.speculator import Speculator
-from cglab.engine.workload import DecodeStep, steady_decode
+from cglab.engine.workload import DecodeStep, PrefillStep, steady_decode, steady_prefill
 from cglab.errors import InputError
 
 
@@ -72,6 +73,31 @@ def steady_speculation(
             speculator.accepted = accepted
 
 
+@contextmanager
+def steady_extend(
+    engine: Engine, tokens: int, cached: int = 0, requests: int = 1, *, seed: int = 0
+) -> Iterator[PrefillStep]:
+    """Holds the draft extend that follows a prefill step, over what the target makes of it; eager, once.
+
+    Args:
+        engine: with a NextN layer, and enough free rows and pages.
+        tokens: as ``steady_prefill`` takes them, and so the next two.
+        cached: tokens of each request that are in both caches before.
+        requests: how many share the step.
+        seed: of the prompts.
+
+    Raises:
+        InputError: without a speculator, or as ``steady_prefill``.
+    """
+    _speculator(engine)
+    with steady_prefill(engine, tokens, cached, requests, seed=seed) as step:
+        hidden = engine.phases.prefill().run_live_eager(step.live, **step.inputs)
+        # A row's last token is followed by the next row's first: any token will do, as long as there is one.
+        following = step.inputs["input_ids"].roll(-1)
+        where = {name: step.inputs[name] for name in ("positions", "out_slots")}
+        yield PrefillStep(step.live, {"input_ids": following, "hidden": hidden.clone(), **where})
+
+
 def _speculator(engine: Engine) -> Speculator:
     if engine.speculator is None:
         raise InputError("steps of drafts need a draft model; open the model with draft=")
@@ -87,8 +113,9 @@ def _held(engine: Engine) -> DecodeBatch:
 def _given(speculator: Speculator, inputs: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """What each runner of a step is given, by technique and in order."""
     drafter, live = speculator.drafter, len(inputs["newest"])
-    given, output = drafter.start(inputs), None
-    for name, runner in drafter.runners.items():
+    given = drafter.start(inputs)
+    output: Any = given
+    for name, runner in drafter.before_verify.items():
         yield name, given
         output = runner.run_live_eager(live, **given)
         if name == "seed_step":

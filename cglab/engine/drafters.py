@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,83 +20,17 @@ from torch import Tensor
 from cglab.engine.batches import Chunk
 from cglab.engine.inputs import on_device
 from cglab.engine.phases import BlockPhases, DraftPhases
+from cglab.engine.proposals import Pass, Proposal
 from cglab.engine.segments import ForwardSegments
 from cglab.engine.speculation import Speculation
 from cglab.errors import InputError
 from cglab.models.assistant import Assistant
 from cglab.models.block_draft import BlockDraft, BlockDraftConfig
-from cglab.models.decoder import Decoder
 from cglab.models.draft_tree import Draft, tree_inputs
 from cglab.models.kv import PagedKV
 from cglab.runners import seed_step
 from cglab.runners.base import Runner
 from cglab.runners.block_draft import Drafted
-
-
-class Proposal(NamedTuple):
-    """What is to be verified beside each request's newest token.
-
-    Attributes:
-        tokens: [requests, lookahead] int64; may be overwritten by the next replay.
-        tree: ``parent_list`` and ``top_scores_index`` as ``draft_tree.Draft`` has them; empty for a chain.
-    """
-
-    tokens: Tensor
-    tree: Mapping[str, Tensor]
-
-
-class Drafter(Protocol):
-    """Proposes tokens for a target.
-
-    Attributes:
-        target: whose tokens are drafted.
-        carries: whether a draft starts from hidden states of the pass before, which ``keep`` is then given.
-    """
-
-    target: Decoder
-    carries: bool
-
-    @property
-    def runners(self) -> dict[str, Runner[int]]:
-        """The runners in use, by technique and in order."""
-        ...
-
-    def prefilled(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
-        """Takes note of a prefill.
-
-        Args:
-            chunks: what was computed, requests that ride along included.
-            hidden: [tokens, hidden_size], the target's normed hidden states.
-        """
-        ...
-
-    def start(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What its first runner is given; ``inputs`` as ``draft`` takes them."""
-        ...
-
-    def proposal(self, output: Any) -> Proposal:
-        """What its last runner has drafted."""
-        ...
-
-    def draft(self, inputs: Mapping[str, Tensor], segments: ForwardSegments) -> Proposal:
-        """Drafts for every request.
-
-        Args:
-            inputs: int64: ``newest`` [requests], the tokens that are not in the cache yet; ``cached`` [requests], how
-                many are; and what the verify step is given.
-            segments: where the device time of each forward is noted.
-        """
-        ...
-
-    def keep(self, hidden: Tensor, ends: Tensor, rows: Tensor) -> None:
-        """Takes the hidden states that the next drafts start from.
-
-        Args:
-            hidden: [tokens, hidden_size], of a pass.
-            ends: [requests] int64, its row for each request.
-            rows: [requests] int64, request rows.
-        """
-        ...
 
 
 def seeded(output: seed_step.Drafted, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -117,7 +51,7 @@ class AssistantDrafter:
         hidden: [rows, hidden_size], the target's normed hidden state at each request's last token in the cache.
     """
 
-    carries = True
+    overlap = 0
 
     def __init__(
         self, assistant: Assistant, kv: PagedKV, phases: DraftPhases, speculation: Speculation
@@ -127,20 +61,44 @@ class AssistantDrafter:
         self.hidden = torch.zeros(rows, size, device=kv.device, dtype=self.target.rotary.dtype)
 
     @property
-    def runners(self) -> dict[str, Runner[int]]:
+    def runners(self) -> dict[str, Runner[Any]]:
         """See ``Drafter``."""
         seed, loop = self.phases.seed_step(), self.phases.draft_loop()
         return {"draft_loop": loop} if seed is None else {"seed_step": seed, "draft_loop": loop}
 
-    def prefilled(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
-        """Keeps the states of chunks that end their request."""
+    before_verify = runners
+
+    def prefilled(
+        self,
+        chunks: Sequence[Chunk],
+        hidden: Tensor,
+        tokens: Sequence[Sequence[int]],
+        segments: ForwardSegments,
+    ) -> None:
+        """Keeps the states of requests that decode next."""
         stops = accumulate(chunk.length for chunk in chunks)
         kept = [
-            (stop - 1, chunk.request.row) for chunk, stop in zip(chunks, stops, strict=True) if chunk.last
+            (stop - 1, chunk.request.row)
+            for chunk, stop in zip(chunks, stops, strict=True)
+            if chunk.decoding_next
         ]
+        self._keep(hidden, kept)
+
+    def passed(self, passed: Pass, segments: ForwardSegments) -> None:
+        """Keeps the state of each last accepted token."""
+        width, each = self.speculation.width, zip(passed.requests, passed.paths, strict=True)
+        self._keep(
+            passed.verified.hidden,
+            [(i * width + path[-1], request.row) for i, (request, path) in enumerate(each)],
+        )
+
+    @torch.no_grad()
+    def _keep(self, hidden: Tensor, kept: Sequence[tuple[int, int]]) -> None:
+        """Keeps rows of ``hidden``, each for a request row."""
         if kept:
             ends, rows = np.array(kept, np.int64).T
-            self.keep(hidden, *on_device({"ends": ends, "rows": rows}, self.kv.device).values())
+            there = on_device({"ends": ends, "rows": rows}, self.kv.device)
+            self.hidden.index_copy_(0, there["rows"], hidden.index_select(0, there["ends"]))
 
     def start(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Drafter``; the assistant sees the tokens that are in the cache, the newest one not among them."""
@@ -163,10 +121,6 @@ class AssistantDrafter:
                 given = seeded(seed.run(live, **given), given)
         with segments.timed("draft_loop"):
             return self.proposal(self.phases.draft_loop().run(live, **given))
-
-    def keep(self, hidden: Tensor, ends: Tensor, rows: Tensor) -> None:
-        """See ``Drafter``."""
-        self.hidden.index_copy_(0, rows, hidden.index_select(0, ends))
 
 
 def require_block(draft: BlockDraftConfig, speculation: Speculation) -> None:
@@ -197,7 +151,7 @@ class BlockDrafter:
         InputError: for a speculation of another size.
     """
 
-    carries = False
+    overlap = 0
 
     def __init__(
         self, draft: BlockDraft, phases: BlockPhases, speculation: Speculation, *, sampler_timed: bool = True
@@ -206,11 +160,19 @@ class BlockDrafter:
         self.target, self.phases, self.sampler_timed = draft.target, phases, sampler_timed
 
     @property
-    def runners(self) -> dict[str, Runner[int]]:
+    def runners(self) -> dict[str, Runner[Any]]:
         """See ``Drafter``."""
         return {"block_draft": self.phases.block_draft()}
 
-    def prefilled(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
+    before_verify = runners
+
+    def prefilled(
+        self,
+        chunks: Sequence[Chunk],
+        hidden: Tensor,
+        tokens: Sequence[Sequence[int]],
+        segments: ForwardSegments,
+    ) -> None:
         """Does nothing: the context was stored in the prefill itself."""
 
     def start(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -231,5 +193,5 @@ class BlockDrafter:
                 forward.close()
             return self.proposal(drafted)
 
-    def keep(self, hidden: Tensor, ends: Tensor, rows: Tensor) -> None:
+    def passed(self, passed: Pass, segments: ForwardSegments) -> None:
         """Does nothing: the next block starts from tokens alone."""

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cglab.engine.batches import Batch, DecodeBatch, PrefillBatch, SchedulerOptions
 from cglab.engine.cache import layout_of
-from cglab.engine.generation import Generation, StepRecord, limits_of, timings_of
+from cglab.engine.generation import Generation, StepRecord, requests_of, timings_of
+from cglab.engine.host_tier import HostTier
 from cglab.engine.inputs import next_tokens, spans_of, step_inputs, write_page_tables
-from cglab.engine.phases import Phases
+from cglab.engine.phases import Forward, Phases
 from cglab.engine.requests import GREEDY, Event, Request, Sampling, check_request, listed
 from cglab.engine.scheduler import Scheduler
 from cglab.engine.segments import ForwardSegments
@@ -43,10 +43,14 @@ class Engine:
         phases: runners over both.
         options: the scheduler's.
         speculator: decodes by drafting and verifying; None decodes token by token.
+        host: memory of the host for prefixes that leave the cache; None forgets them.
 
     Attributes:
         scheduler: who waits, runs, and holds which pages.
         segments: device time of every forward, for forward occupancy.
+
+    Raises:
+        InputError: for host memory where no prefix is kept.
     """
 
     def __init__(
@@ -56,11 +60,19 @@ class Engine:
         phases: Phases,
         options: SchedulerOptions,
         speculator: Speculator | None = None,
+        host: HostTier | None = None,
     ) -> None:
         self.model, self.kv, self.phases, self.speculator = model, kv, phases, speculator
+        self.host = host
         self.max_context = min(len(kv.context_positions), model.config.max_position)
         lookahead = speculator.speculation.lookahead if speculator else 0
-        self.scheduler = Scheduler(layout_of(kv, self.max_context, lookahead), options)
+        overlap = speculator.drafter.overlap if speculator else 0
+        layout = layout_of(kv, self.max_context, lookahead, overlap)
+        self.scheduler = Scheduler(layout, options, host.books if host else None)
+        if host and self.scheduler.prefix_reuse_reason:
+            raise InputError(
+                f"host memory is for prefixes, and none is kept: {self.scheduler.prefix_reuse_reason}; do without it"
+            )
         self.now: Callable[[], float] = time.perf_counter
         self.segments = ForwardSegments(clock_for(kv.device), now=self.now)
         self._weights = KnownWeights(model)
@@ -133,9 +145,33 @@ class Engine:
             self._watchers = [watcher for watcher in self._watchers if watcher is not steps]
 
     def flush_cache(self) -> None:
-        """Forgets the prefixes of requests that have ended."""
-        pages = self.scheduler.memory.pages
-        pages.evict(pages.cached)
+        """Forgets the prefixes of requests that have ended, in host memory too."""
+        self.scheduler.memory.pages.forget()
+
+    def plan(self) -> Batch | None:
+        """Decides what runs next, and copies what that moves between the device and host memory.
+
+        Returns:
+            As ``Scheduler.plan``.
+
+        Raises:
+            Exception: what a copy raised; the batch has failed then, and no prefix is left.
+        """
+        batch = self.scheduler.plan(self.now())
+        if self.host is not None:
+            try:
+                self.host.move()
+            except BaseException:
+                self._fail(batch)
+                raise
+        return batch
+
+    def _fail(self, batch: Batch | None) -> None:
+        """Ends a batch; what should have come back from host memory for it may not have come."""
+        if batch is not None:
+            self._ended += self.scheduler.fail(batch, self.now())
+        if self.host is not None:
+            self.flush_cache()
 
     def step(self) -> list[Event]:
         """Computes one batch.
@@ -147,12 +183,12 @@ class Engine:
             Exception: what the batch raised; its requests have ended as "error" then, the others go on.
         """
         started = self.now()
-        batch = self.scheduler.plan(started)
+        batch = self.plan()
         if batch is not None:
             try:
                 tokens = self.compute(batch)
             except BaseException:
-                self._ended += self.scheduler.fail(batch, self.now())
+                self._fail(batch)
                 raise
             now = self.now()
             kind = "decode" if isinstance(batch, DecodeBatch) else "prefill"
@@ -170,16 +206,15 @@ class Engine:
         if self.speculator and isinstance(batch, DecodeBatch):
             write_page_tables(self.kv, batch.requests)
             return self.speculator.step(batch, self.segments)
-        return [[int(token)] for token in self.forward(batch)[0].tolist()]
+        computed = self.forward(batch)
+        tokens = [[int(token)] for token in computed.tokens.tolist()]
+        if self.speculator and computed.hidden is not None:  # the tokens are out already, as in S3
+            self.speculator.drafter.prefilled(batch.chunks, computed.hidden, tokens, self.segments)
+        return tokens
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Runs a batch on the runner of its phase, without a draft.
-
-        Returns:
-            The next token of every chunk that reaches its request's end, [chunks] int64, and the logits that it was
-            chosen from, [chunks, vocabulary]; both may be overwritten by the next step.
-        """
+    def forward(self, batch: Batch) -> Forward:
+        """Runs a batch on the runner of its phase, without a draft."""
         write_page_tables(self.kv, batch.requests)
         if isinstance(batch, PrefillBatch):
             return self._prefill(batch)
@@ -187,18 +222,17 @@ class Engine:
         inputs = step_inputs(batch.chunks, runner.inputs, self.kv)
         with self.segments.timed("decode"):
             tokens, logits = runner.run(len(batch.requests), **inputs)
-        return tokens, logits
+        return Forward(tokens, logits)
 
-    def _prefill(self, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
+    def _prefill(self, batch: PrefillBatch) -> Forward:
         runner, spans = self.phases.prefill(), spans_of(batch.chunks)
         inputs = step_inputs(batch.chunks, runner.inputs, self.kv)
         ending = [index for index, chunk in enumerate(batch.chunks) if chunk.last]
         with self.segments.timed("prefill"):
             hidden = runner.run(spans, **inputs)
-            if self.speculator:
-                self.speculator.drafter.prefilled(batch.chunks, hidden)
             logits = runner.last_logits(hidden, spans, ending)
-            return next_tokens([batch.chunks[index] for index in ending], logits, self.kv), logits
+            tokens = next_tokens([batch.chunks[index] for index in ending], logits, self.kv)
+        return Forward(tokens, logits, hidden)
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Runs requests to their end; whatever stops that early cancels the rest.
@@ -240,17 +274,11 @@ class Engine:
         Raises:
             InputError: for requests that can never run.
         """
-        limits = limits_of(max_new_tokens, len(prompts))
-        requests = [
-            Request(
-                i, list(prompt), limit, Sampling(sampling.temperature, sampling.seed + i), frozenset(stops)
-            )
-            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-        ]
+        requests = requests_of(prompts, max_new_tokens, sampling, stops)
         runners: dict[str, Runner[Any]] = {"prefill": self.phases.prefill()}
-        if self.speculator:
-            runners |= self.speculator.runners
-        else:
+        drafting = self.speculator.runners if self.speculator else {}
+        runners |= drafting
+        if not drafting:
             runners["decode"] = self.phases.decode(sampling=sampling.temperature > 0)
         before = coverages(runners)
         drafted = self.speculator.accepted.copy() if self.speculator else None
@@ -263,8 +291,8 @@ class Engine:
             [r.output for r in requests],
             [r.finish or "length" for r in requests],
             timings_of(requests, steps, started, self.now()),
-            coverage.pop("decode", Coverage()),
-            coverage.pop("prefill"),
+            coverage.get("decode", Coverage()),
+            coverage["prefill"],
             self.speculator.accepted - drafted if self.speculator and drafted else None,
-            coverage,
+            {name: coverage[name] for name in coverages(drafting)},
         )  # fmt: skip

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from cglab.engine.acceptance import AcceptLengths
-from cglab.engine.requests import Request
+from cglab.engine.requests import Request, Sampling
 from cglab.errors import InputError
 from cglab.graphs.coverage import Coverage
 
@@ -27,6 +27,25 @@ def limits_of(max_new_tokens: int | Sequence[int], count: int) -> list[Any]:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
             raise InputError(f"max_new_tokens must be a whole number of at least 0, got {limit!r}")
     return limits
+
+
+def requests_of(
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    sampling: Sampling,
+    stops: Sequence[int],
+) -> list[Request]:
+    """A request for each prompt; arguments as ``Engine.generate`` takes them.
+
+    Raises:
+        InputError: as ``limits_of``.
+    """
+    return [
+        Request(i, list(prompt), limit, Sampling(sampling.temperature, sampling.seed + i), frozenset(stops))
+        for i, (prompt, limit) in enumerate(
+            zip(prompts, limits_of(max_new_tokens, len(prompts)), strict=True)
+        )
+    ]
 
 
 @dataclass(frozen=True, slots=True)

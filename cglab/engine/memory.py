@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cglab.engine.allocator import FreeList
+from cglab.engine.host_pages import HostPages
 from cglab.engine.pages import ROOT, PageStore
 from cglab.engine.requests import Request
 from cglab.errors import AccountingError, InputError
@@ -31,6 +32,7 @@ class CacheLayout:
         window_pages: pages of their pool, the reserved one included.
         lookahead: positions after its newest token that a decode step of a request writes: drafted tokens.
         lane: which of several equal parts of a cache this is; see ``lanes``.
+        overlap: tokens of the next page that what a draft keeps in a page depends on; at most one.
 
     Raises:
         InputError: if nothing is left beside what is reserved, or a size is not positive.
@@ -44,6 +46,7 @@ class CacheLayout:
     window_pages: int = 0
     lookahead: int = 0
     lane: int = 0
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         if self.pages < 2 or self.rows < 2:
@@ -164,16 +167,19 @@ class RequestMemory:
         layout: sizes of the cache.
         chunk: most tokens of a request that are computed in one step.
         prefix_reuse: full pages are published for later requests.
+        host: where these go when they are evicted; None forgets them.
 
     Raises:
         InputError: if the window pool cannot hold a window and a chunk of one request.
     """
 
-    def __init__(self, layout: CacheLayout, chunk: int, *, prefix_reuse: bool) -> None:
+    def __init__(
+        self, layout: CacheLayout, chunk: int, *, prefix_reuse: bool, host: HostPages | None = None
+    ) -> None:
         self.layout, self.prefix_reuse = layout, prefix_reuse
         self.chunk = max(chunk, 1 + layout.lookahead)
         self.rows = FreeList(layout.rows, "request rows", layout.lane)
-        self.pages = PageStore(layout.pages, layout.page_size, layout.lane)
+        self.pages = PageStore(layout.pages, layout.page_size, layout.lane, layout.overlap, host)
         self.window_pages = FreeList(max(layout.window_pages, 1), "window pages", layout.lane)
         needed = layout.most_window_pages(layout.room + layout.lookahead, self.chunk)
         if needed > self.window_pages.total:
@@ -194,7 +200,8 @@ class RequestMemory:
         Returns:
             False, with nothing taken, if there is not enough.
         """
-        known = self.pages.match(request.tokens[:-1]) if self.prefix_reuse else []
+        before = request.tokens[: request.length - 1 + self.layout.overlap]
+        known = self.pages.match(before) if self.prefix_reuse else []
         self.pages.hold(known)  # before looking, so that they do not count as available
         needed = self.layout.pages_of(request.length) - len(known)
         windowed = self.layout.most_window_pages(request.length, self.chunk)
@@ -202,8 +209,12 @@ class RequestMemory:
             self.pages.release(known)
             return False
         (request.row,) = self.rows.take()
-        request.pages = known + self.pages.take(needed)
-        request.computed = request.reused = len(known) * self.layout.page_size
+        beyond = self.pages.match_host(before, known) if self.prefix_reuse else []
+        request.pages = (
+            known + self.pages.take_back(beyond, before, known) + self.pages.take(needed - len(beyond))
+        )
+        request.computed = request.reused = (len(known) + len(beyond)) * self.layout.page_size
+        request.restored = len(beyond) * self.layout.page_size
         request.dirty = True
         return True
 
@@ -237,7 +248,7 @@ class RequestMemory:
             for index in full:
                 own, before = request.pages[index], request.pages[index - 1] if index else ROOT
                 request.pages[index] = self.pages.publish(
-                    own, before, tokens[index * size : (index + 1) * size]
+                    own, before, self.pages.known_by(tokens, index * size)
                 )
                 request.dirty |= request.pages[index] != own
         if self.layout.window:

@@ -1,15 +1,32 @@
-"""Who computes each phase: what an engine and a speculator ask of whoever makes and keeps the runners."""
+"""Who computes each phase, and what comes of it: what an engine and a speculator ask of who keeps the runners."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from cglab.runners.block_draft import BlockDraftRunner
 from cglab.runners.decode import DecodeRunner
+from cglab.runners.draft_extend import DraftExtendRunner
 from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.prefill import PrefillRunner
 from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
+
+
+class Forward(NamedTuple):
+    """What a batch came to; all of it may be overwritten by the next step.
+
+    Attributes:
+        tokens: [chunks] int64, the next token of every chunk that reaches its request's end.
+        logits: [chunks, vocabulary], what it was chosen from.
+        hidden: [tokens, hidden_size], normed, of a prefill; None of a decode step.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    hidden: Tensor | None = None
 
 
 class Phases(Protocol):
@@ -52,5 +69,13 @@ class BlockPhases(VerifyPhases, Protocol):
         ...
 
 
-class AnyPhases(DraftPhases, BlockPhases, Protocol):
-    """The same with a draft of either kind; what it has not is an error to ask for."""
+class NextNPhases(VerifyPhases, Protocol):
+    """The same with a NextN layer."""
+
+    def draft_extend(self) -> DraftExtendRunner:
+        """The layer over what the target has just computed."""
+        ...
+
+
+class AnyPhases(DraftPhases, BlockPhases, NextNPhases, Protocol):
+    """The same with a draft of any kind; what it has not is an error to ask for."""

@@ -59,6 +59,7 @@ class Request:
             for models without such layers.
         computed: tokens whose keys and values are in the cache.
         reused: of them, tokens that the prefix cache had at the last admission.
+        restored: of these, tokens that came back from host memory.
         dirty: its row of the page table must be written to the device before the next step.
         finish: why it ended: "length", "stop", "cancelled" or "error"; None while it waits or runs.
         preemptions: how often it gave its memory to an older request, to be computed again.
@@ -80,6 +81,7 @@ class Request:
     window_pages: list[int] = field(default_factory=list)
     computed: int = 0
     reused: int = 0
+    restored: int = 0
     dirty: bool = False
     finish: str | None = None
     preemptions: int = 0

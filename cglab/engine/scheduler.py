@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from cglab.engine.batches import Batch, Chunk, DecodeBatch, PrefillBatch, SchedulerOptions
+from cglab.engine.host_pages import HostPages
 from cglab.engine.memory import CacheLayout, RequestMemory
 from cglab.engine.requests import Event, Request
 from cglab.errors import AccountingError, InputError
@@ -25,6 +26,7 @@ class Scheduler:
     Args:
         layout: sizes of the KV cache.
         options: budget and policy.
+        host: where evicted pages of prefixes go; None forgets them.
 
     Attributes:
         waiting: not admitted yet, or preempted; in order of arrival.
@@ -37,7 +39,7 @@ class Scheduler:
         InputError: if the window pool cannot hold a window and a chunk of ``token_budget``.
     """
 
-    def __init__(self, layout: CacheLayout, options: SchedulerOptions) -> None:
+    def __init__(self, layout: CacheLayout, options: SchedulerOptions, host: HostPages | None = None) -> None:
         self.options = options
         self.prefix_reuse_reason: str | None = None
         if not options.prefix_reuse:
@@ -48,7 +50,7 @@ class Scheduler:
                 "lack their keys and values"
             )
         self.memory = RequestMemory(
-            layout, options.token_budget, prefix_reuse=self.prefix_reuse_reason is None
+            layout, options.token_budget, prefix_reuse=self.prefix_reuse_reason is None, host=host
         )
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []

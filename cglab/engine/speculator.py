@@ -8,6 +8,7 @@ stays in the cache as if it had been decoded token by token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from cglab.engine.acceptance import AcceptLengths, committed, countable, greedy_path, pinned_path
 from cglab.engine.batches import Chunk, DecodeBatch
-from cglab.engine.drafters import Drafter, Proposal
 from cglab.engine.inputs import on_device, step_inputs
 from cglab.engine.phases import VerifyPhases
+from cglab.engine.proposals import Drafter, Pass, Proposal
 from cglab.engine.requests import Request
 from cglab.engine.segments import ForwardSegments
 from cglab.engine.speculation import Speculation
@@ -69,7 +70,7 @@ class Speculator:
         self._draft_count = count
 
     @property
-    def runners(self) -> dict[str, Runner[int]]:
+    def runners(self) -> dict[str, Runner[Any]]:
         """The runners in use, by technique."""
         return {**self.drafter.runners, "verify": self.phases.verify()}
 
@@ -102,8 +103,10 @@ class Speculator:
         paths = [
             self._accept(*each) for each in zip(requests, deepest, chosen, tokens, followed, strict=True)
         ]
-        self._settle(requests, paths, verified)
-        return [committed(*each) for each in zip(paths, chosen, tokens, strict=True)]
+        new = [committed(*each) for each in zip(paths, chosen, tokens, strict=True)]
+        self._move(requests, paths)
+        self.drafter.passed(Pass(requests, paths, new, verified), segments)
+        return new
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Tensor]:
         """What a step starts from; see ``Drafter.draft``."""
@@ -164,29 +167,23 @@ class Speculator:
         self.accepted.verified(len(path), proposed, lookahead - proposed)
         return path
 
-    def _settle(self, requests: Sequence[Request], paths: Sequence[list[int]], verified: Verified) -> None:
-        """Moves accepted tokens to their positions, and hands on the hidden state of each last one."""
-        width, size = self.speculation.width, self.kv.page_size
-        columns: dict[str, list[int]] = {}
-        if self.drafter.carries:
-            columns["ends"] = [number * width + path[-1] for number, path in enumerate(paths)]
-            columns["rows"] = [request.row for request in requests]
+    def _move(self, requests: Sequence[Request], paths: Sequence[list[int]]) -> None:
+        """Moves accepted tokens to their positions: of a tree they may lie apart."""
+        size = self.kv.page_size
         moves = [
             (request, request.computed + node, request.computed + place)
             for request, path in zip(requests, paths, strict=True)
             for place, node in enumerate(path)
             if place != node
         ]
-        slot_of = (Request.slot, Request.window_slot)[: len(self.kv.pools)]
-        for number, slot in enumerate(slot_of if moves else ()):
+        if not moves:
+            return
+        columns: dict[str, list[int]] = {}
+        for number, slot in enumerate((Request.slot, Request.window_slot)[: len(self.kv.pools)]):
             columns[f"from {number}"] = [slot(request, source, size) for request, source, _ in moves]
             columns[f"to {number}"] = [slot(request, target, size) for request, _, target in moves]
-        if not columns:
-            return
         there = on_device(
             {name: np.array(column, np.int64) for name, column in columns.items()}, self.kv.device
         )
-        if self.drafter.carries:
-            self.drafter.keep(verified.hidden, there["ends"], there["rows"])
-        for number, pool in enumerate(self.kv.pools if moves else ()):
+        for number, pool in enumerate(self.kv.pools):
             pool.move(there[f"from {number}"], there[f"to {number}"])

@@ -130,7 +130,7 @@ def steady_decode(
 
 def _skip(engine: Engine) -> None:
     """Plans a batch and books it as computed, with token 0."""
-    if (planned := engine.scheduler.plan(engine.now())) is not None:
+    if (planned := engine.plan()) is not None:
         ends = sum(chunk.last for chunk in planned.chunks)
         engine.scheduler.commit(planned, [[0]] * ends, engine.now())
 
@@ -167,7 +167,10 @@ def steady_prefill(
     engine.flush_cache()
     try:
         if cached:
-            list(engine.stream([Request(r.index, r.prompt[:cached], 1) for r in waiting]))
+            known = (
+                cached + engine.scheduler.memory.layout.overlap
+            )  # tokens by which the cached pages are found
+            list(engine.stream([Request(r.index, r.prompt[:known], 1) for r in waiting]))
         for request in waiting:
             engine.submit(request)
         chunks = _planned(engine)
@@ -191,7 +194,7 @@ def _require_idle(engine: Engine) -> None:
 
 def _planned(engine: Engine) -> tuple[Chunk, ...]:
     """The next batch's chunks, with their page tables on the device; it stays in flight."""
-    batch = engine.scheduler.plan(engine.now())
+    batch = engine.plan()
     if batch is None:
         return ()
     write_page_tables(engine.kv, batch.requests)

@@ -15,16 +15,20 @@ from cglab.lab.capture_bench import capture
 from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.dflash_bench import dflash
+from cglab.lab.dsa_arms_bench import dsa_arms
 from cglab.lab.dsa_bench import dsa
 from cglab.lab.engines_bench import engines
+from cglab.lab.first_token_bench import first_token
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
 from cglab.lab.mtp_bench import mtp
 from cglab.lab.parity_benches import parity, recovery, requests, speculation
+from cglab.lab.peers_bench import peers
 from cglab.lab.pipeline_bench import pipeline
 from cglab.lab.planner_bench import planner
 from cglab.lab.prefill_bench import prefill
 from cglab.lab.replay_bench import replay
+from cglab.lab.scheduler_bench import scheduler
 from cglab.lab.soak_bench import soak
 from cglab.lab.ttft_bench import ttft
 from cglab.measure.record import Record
@@ -70,6 +74,17 @@ BENCHES: Mapping[str, Bench] = {
     "engines": Bench(
         "the lab's engine and a real SGLang server on the same requests, in turns: TTFT, TPOT, rates", engines
     ),
+    "scheduler": Bench(
+        "the host's part of a decode step against requests that run and that wait, and whether it must grow so",
+        scheduler,
+    ),
+    "peers": Bench(
+        "one decode token, host to host, by the lab, torch.compile, transformers, SGLang and others in turns",
+        peers,
+    ),
+    "first-token": Bench(
+        "one prompt of 128 to 8192 tokens to its first token, host to host, by peers in turns", first_token
+    ),
     "accept": Bench("tokens that a verify pass commits on held-out prompts, beside a look-up draft", accept),
     "mtp": Bench(
         "loads with drafts, the assistant's seed step eager, captured and fused in turns: rates, TPOT, TTFT",
@@ -86,6 +101,10 @@ BENCHES: Mapping[str, Bench] = {
     "dsa": Bench(
         "requests on sparse attention by what prefill leaves to breaks, in turns: TTFT, TPOT, E2E, memory, the floor",
         dsa,
+    ),
+    "dsa-arms": Bench(
+        "mixed requests on sparse attention: every arm to the bit, from the bucket floor on that is measured first",
+        dsa_arms,
     ),
     "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(

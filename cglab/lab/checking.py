@@ -12,6 +12,7 @@ from cglab.errors import ToggleError
 from cglab.lab.block_cases import BlockOracles
 from cglab.lab.decode_cases import DecodeOracles
 from cglab.lab.draft_cases import LoopOracles, SeedOracles, VerifyOracles
+from cglab.lab.extend_cases import ExtendOracles
 from cglab.lab.oracles import StepOracles
 from cglab.lab.pipeline_cases import PipelineOracles
 from cglab.lab.plants import planted
@@ -25,12 +26,15 @@ from cglab.models.ops import check_ops
 CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {
     "decode": DecodeOracles, "verify": VerifyOracles, "draft_loop": LoopOracles, "seed_step": SeedOracles,
     "draft_sampler": BlockOracles, "prefill": PrefillOracles, "pp_prefill": PipelineOracles,
-    "dsa_attention": SparseAttentionOracles, "dsa_indexer_prep": IndexerOracles,
+    "dsa_attention": SparseAttentionOracles, "dsa_indexer_prep": IndexerOracles, "draft_extend": ExtendOracles,
 }  # fmt: skip
 """How each available technique is checked; the suite fails for one that is missing here."""
 
-OF_LATENT = ("decode", *SPARSE)
-"""Those that are checked on a model with latent attention."""
+LATENT_ALONE = (*SPARSE, "draft_extend")
+"""Those that only a model with latent attention has."""
+
+OF_LATENT = ("decode", *LATENT_ALONE)
+"""Those that are checked on one."""
 
 MODEL, LATENT, WINDOW = "pico-gqa", "dsa-tiny", 20
 
@@ -70,7 +74,7 @@ def check_technique(
     if cases < 1:
         raise ToggleError(f"cases must be at least 1, got {cases}")
     technique(name).check(technique(name).values[0])
-    latent = latent or name in SPARSE
+    latent = latent or name in LATENT_ALONE
     if latent and (windowed or name not in OF_LATENT):
         raise ToggleError(
             f"{name} is not checked on a model with latent attention, nor any with windows; without these are "
@@ -92,7 +96,7 @@ def check_technique(
 
 def model_of(name: str) -> str:
     """The model that a technique is checked on."""
-    return LATENT if name in SPARSE else MODEL
+    return LATENT if name in LATENT_ALONE else MODEL
 
 
 def _model(windowed: bool, device: torch.device, dtype: torch.dtype) -> LoadedModel:

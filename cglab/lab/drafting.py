@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cglab import settings
-from cglab.engine.drafters import AssistantDrafter, BlockDrafter, Drafter, require_block
+from cglab.engine.drafters import AssistantDrafter, BlockDrafter, require_block
+from cglab.engine.host_tier import HostTier
+from cglab.engine.nextn_drafter import NextNDrafter, require_one
 from cglab.engine.phases import AnyPhases
+from cglab.engine.proposals import Drafter
 from cglab.engine.speculation import Speculation
 from cglab.engine.speculator import Speculator
 from cglab.errors import InputError, ToggleError
+from cglab.lab.sparse_prefill import require_latent
 from cglab.models.assistant import Assistant, AssistantConfig, bound_layers
 from cglab.models.block_draft import BlockDraft, BlockDraftConfig, require_fit, spread
 from cglab.models.config import ModelConfig
@@ -18,16 +22,19 @@ from cglab.models.decoder import Decoder
 from cglab.models.draft_cache import Feeder, draft_cache
 from cglab.models.draft_tree import check_branches
 from cglab.models.drafts import DraftModel, DraftSource, LoadedDraft, find_draft, load_draft
+from cglab.models.dsa_config import DsaConfig
 from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel
+from cglab.models.nextn import NextN, nextn_config, require_own
 from cglab.models.ops import use_draft_ops, use_ops
 from cglab.models.paged import AttentionKind
 from cglab.models.sources import shipped_drafts
+from cglab.runners.base import GraphGroup
 
 SHIPPED = "pico-gqa-assistant"
 SHIPPED_BLOCK = "pico-gqa-dflash"
-RANDOM, RANDOM_BLOCK = "random", "random-block"
-"""An assistant, and a block draft, of random weights in whatever shape the target asks for."""
+RANDOM, RANDOM_BLOCK, RANDOM_NEXTN = "random", "random-block", "nextn"
+"""An assistant, a block draft and a NextN layer, of random weights in whatever shape the target asks for."""
 BLOCK = 8
 """Tokens of a block, where nothing says otherwise."""
 
@@ -57,7 +64,8 @@ class Drafting(NamedTuple):
         seed_graph: whether the seed step may be captured; False for ``CGLAB_DISABLE_SEED_GRAPH=1``.
         name: what it was opened by.
         weights: ``trained`` or ``random``.
-        feeder: fills the cache of a block draft; None for an assistant, which has none.
+        feeder: fills the cache of a block draft; None for any other.
+        layer_kv: the cache of a NextN layer; None for any other.
     """
 
     model: DraftModel
@@ -66,47 +74,67 @@ class Drafting(NamedTuple):
     name: str = ""
     weights: str = "random"
     feeder: Feeder | None = None
+    layer_kv: PagedKV | None = None
 
     @classmethod
     def over(cls, kv: PagedKV, model: DraftModel, speculation: Speculation, **facts: Any) -> Drafting:
-        """With the cache that a block draft needs beside its target's, ``kv``."""
-        feeder = None
+        """With the cache that a block draft or a NextN layer needs beside its target's, ``kv``."""
+        if isinstance(model, Assistant):
+            return cls(model, speculation, **facts)
+        stack = model.config.stack if isinstance(model, BlockDraft) else model.config
+        beside = draft_cache(stack, kv, dtype=kv.full.keys.dtype)
         if isinstance(model, BlockDraft):
-            feeder = Feeder(model, draft_cache(model.config.stack, kv, dtype=kv.full.keys.dtype))
-        return cls(model, speculation, feeder=feeder, **facts)
+            return cls(model, speculation, feeder=Feeder(model, beside), **facts)
+        return cls(model, speculation, layer_kv=beside, **facts)
 
     @property
     def assistant(self) -> Assistant:
         """The model, where only an assistant will do.
 
         Raises:
-            ToggleError: if it is a block draft.
+            ToggleError: if it is another draft.
         """
         if not isinstance(self.model, Assistant):
+            kind, own = ("NextN layer", "draft_extend") if self.layer_kv else ("block draft", "draft_sampler")
             raise ToggleError(
-                "a block draft has neither seed step nor draft loop; open the model with an assistant, such as "
-                f'draft="{RANDOM}", or use draft_sampler'
+                f"a {kind} has neither seed step nor draft loop; open the model with an assistant, such as "
+                f'draft="{RANDOM}", or use {own}'
             )
         return self.model
+
+    @property
+    def nextn(self) -> tuple[NextN, PagedKV]:
+        """The model with its cache, where only a NextN layer will do.
+
+        Raises:
+            ToggleError: if it is another draft.
+        """
+        if self.layer_kv is None or not isinstance(self.model, NextN):
+            raise ToggleError(
+                "a NextN layer alone has a draft_extend; open a model with latent attention and one, such as "
+                f'cglab.open("dsa-tiny", draft="{RANDOM_NEXTN}")'
+            )
+        return self.model, self.layer_kv
 
     @property
     def block(self) -> Feeder:
         """The model with its cache, where only a block draft will do.
 
         Raises:
-            ToggleError: if it is an assistant.
+            ToggleError: if it is another draft.
         """
         if self.feeder is None:
+            kind = "a NextN layer" if self.layer_kv else "an assistant"
             raise ToggleError(
-                "an assistant has no draft_sampler; open the model with a block draft, such as "
+                f"{kind} has no draft_sampler; open the model with a block draft, such as "
                 f'draft="{RANDOM_BLOCK}", or use seed_step'
             )
         return self.feeder
 
     @property
     def kv(self) -> PagedKV | None:
-        """The cache of a block draft; None for an assistant, which has none of its own."""
-        return None if self.feeder is None else self.feeder.kv
+        """The draft's own cache; None for an assistant, which has none."""
+        return self.layer_kv if self.feeder is None else self.feeder.kv
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -121,6 +149,8 @@ class Drafting(NamedTuple):
         """What drafts for an engine over the target's cache, on these runners."""
         if isinstance(self.model, BlockDraft):
             return BlockDrafter(self.model, phases, self.speculation)
+        if isinstance(self.model, NextN):
+            return NextNDrafter(self.model, kv, phases, self.speculation)
         return AssistantDrafter(self.assistant, kv, phases, self.speculation)
 
     def speculator(self, kv: PagedKV, phases: AnyPhases) -> Speculator:
@@ -135,8 +165,9 @@ def plan_draft(
 
     Args:
         name: as ``find_draft``, or ``random`` and ``random-block`` for an assistant and a block draft that fit any
-            target; None for no draft.
-        speculation: how much is drafted; None for three steps of one candidate, or a whole block.
+            target, and ``nextn`` for a NextN layer that fits any with latent attention; None for no draft.
+        speculation: how much is drafted; None for three steps of one candidate, a whole block, or a NextN layer's
+            token.
         target: shape of the model that it drafts for.
 
     Raises:
@@ -155,6 +186,9 @@ def plan_draft(
     if isinstance(source.config, BlockDraftConfig):
         speculation = speculation or Speculation(steps=source.config.block_size - 1)
         require_block(source.config, speculation)
+    elif isinstance(source.config, DsaConfig):
+        speculation = speculation or Speculation(steps=1)
+        require_one(speculation)
     sizes = speculation or Speculation()
     check_branches(sizes.steps, sizes.topk, vocabulary=target.vocab_size, window=target.sliding_window)
     seed_graph = settings.SEED_GRAPH_SWITCH not in settings.read_settings().switches
@@ -167,9 +201,13 @@ def _fitting(name: str | Path, target: ModelConfig, block_size: int = BLOCK) -> 
         return DraftSource(random_shape(target), None)
     if name == RANDOM_BLOCK:
         return DraftSource(random_block(target, block_size), None)
+    if name == RANDOM_NEXTN:
+        return DraftSource(nextn_config(require_latent(target, "a NextN layer")), None)
     source = find_draft(name)
     if isinstance(source.config, BlockDraftConfig):
         require_fit(source.config, target)
+    elif isinstance(source.config, DsaConfig):
+        require_own(source.config, target)
     else:
         bound_layers(source.assistant, target)
     return source
@@ -200,8 +238,16 @@ def use_ops_of_both(ops: str, target: Decoder, kv: PagedKV, drafting: Drafting |
     speculation = drafting.speculation
     verify = AttentionKind(target.config.num_heads, speculation.width, tree=speculation.topk > 1)
     use_ops(ops, target, kv, [verify])
-    draft = drafting.assistant if drafting.feeder is None else drafting.feeder.draft
-    use_draft_ops(ops, draft, drafting.kv or kv)
+    if not isinstance(drafting.model, NextN):  # whose target has one form only, and so has the layer
+        use_draft_ops(ops, drafting.model, drafting.kv or kv)
+
+
+def host_tier(pages: int, kv: PagedKV, drafting: Drafting | None, group: GraphGroup) -> HostTier | None:
+    """Host memory for prefixes of a target's cache and, where there is one, the draft's; None for no pages."""
+    if not pages:
+        return None
+    beside = None if drafting is None else drafting.kv
+    return HostTier([kv] if beside is None else [kv, beside], group, pages)
 
 
 def draft_of(loaded: LoadedModel, *, block: bool = False, seed: int = 0) -> LoadedDraft:

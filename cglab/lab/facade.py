@@ -24,9 +24,10 @@ from cglab.graphs.options import Options
 from cglab.graphs.tape_pool import TapePool
 from cglab.lab import comparing, steps
 from cglab.lab.comparison import Comparison, Profile
-from cglab.lab.drafting import DraftPlan, open_draft, use_ops_of_both
+from cglab.lab.drafting import DraftPlan, host_tier, open_draft, use_ops_of_both
 from cglab.lab.load_run import LoadRun, run_load
-from cglab.lab.phases import LabPhases, prefill_sizes
+from cglab.lab.phases import LabPhases
+from cglab.lab.prefill_limit import prefill_sizes
 from cglab.lab.prompts import Prompts, encode, sample_prompts
 from cglab.lab.sweep import Sweep
 from cglab.lab.techniques import Captures
@@ -53,7 +54,7 @@ class Lab:
         self, name: str | Path, source: ModelSource, layout: CacheLayout, *,
         device: torch.device, dtype: torch.dtype, ops: str, buckets: Sequence[int] | None,
         prefill_buckets: Sequence[int] | None, scheduling: SchedulerOptions, padding: bool, seed: int, debug: bool,
-        draft: DraftPlan | None = None, bucket_floor: int | None = None,
+        draft: DraftPlan | None = None, bucket_floor: int | None = None, host_pages: int = 0,
     ) -> None:  # fmt: skip
         sizes = exact_sizes if not padding else sglang_decode if draft is None else sglang_speculative
         self.buckets = bucket_list(layout.rows - 1, sizes, explicit=buckets)
@@ -74,7 +75,8 @@ class Lab:
             options=Options(padding=padding, debug=debug), drafting=self.drafting, bucket_floor=bucket_floor,
         )  # fmt: skip
         speculator = None if self.drafting is None else self.drafting.speculator(kv, self.phases)
-        self.engine = Engine(self.model, kv, self.phases, scheduling, speculator)
+        host = host_tier(host_pages, kv, self.drafting, self.group)
+        self.engine = Engine(self.model, kv, self.phases, scheduling, speculator, host)
         self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
     @property

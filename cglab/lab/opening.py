@@ -35,6 +35,7 @@ def open_lab(
     prefill_buckets: Sequence[int] | None = None,
     token_budget: int | None = None,
     prefix_reuse: bool = True,
+    host_tokens: int | None = None,
     mixed: bool = False,
     padding: bool = True,
     seed: int = 0,
@@ -57,16 +58,18 @@ def open_lab(
             longest. With less, the youngest request gives way when it is full.
         buckets: batch sizes to capture; None takes SGLang's list up to ``max_batch``.
         prefill_buckets: token counts to capture; None takes SGLang's list up to ``token_budget`` or, if that is
-            lower, ``phases.PREFILL_LIMIT``.
+            lower, ``prefill_limit.PREFILL_LIMIT``.
         token_budget: most tokens of one prefill step, and so a chunk: 256 on a CPU, 8192 on a GPU.
         prefix_reuse: tokens that an earlier request computed are not computed again.
+        host_tokens: tokens of prefixes that host memory keeps when they leave the cache; None forgets them.
         mixed: requests that decode ride along in prefill steps.
         padding: pad to a bucket; without it every size up to ``max_batch`` is captured.
         seed: of random weights.
         debug: outputs refuse to be read once they are stale.
-        draft: a draft model for speculative decoding: a shipped one, a folder, ``random``, ``random-block``, or a
-            shape with random weights; None decodes plainly.
-        speculation: how much is drafted; None for three steps of one candidate each, or a block draft's whole block.
+        draft: a draft model for speculative decoding: a shipped one, a folder, ``random``, ``random-block``,
+            ``nextn`` for a model with latent attention, or a shape with random weights; None decodes plainly.
+        speculation: how much is drafted; None for three steps of one candidate each, a block draft's whole block, or
+            a NextN layer's one token.
         bucket_floor: smallest prefill bucket in which parts of latent attention are recorded; None for S3's rule.
         ops: ``portable`` or ``compiled``; None takes ``CGLAB_OPS``, else compiled on a GPU, portable on a CPU.
 
@@ -86,6 +89,7 @@ def open_lab(
         raise InputError(f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
     given = {
         "max_batch": max_batch, "max_context": max_context, "token_budget": token_budget, "cache_tokens": cache_tokens,
+        "host_tokens": host_tokens,
     }  # fmt: skip
     for what, size in given.items():
         if size is not None and (not isinstance(size, int) or size < 1):
@@ -95,6 +99,11 @@ def open_lab(
     name = name or settings.read_settings().model
     source = find_model(name)
     form = check_ops(settings.read_settings().ops if ops is None else ops, where, source.config)
+    if host_tokens and (source.config.sliding_window or not prefix_reuse):
+        raise InputError(
+            f"host memory is for prefixes, and {name} keeps none (sliding window {source.config.sliding_window}, "
+            f"prefix_reuse={prefix_reuse}); leave host_tokens out"
+        )
     plan = plan_draft(draft, speculation, source.config)
     ahead = (
         0 if plan is None else plan.speculation.lookahead
@@ -107,5 +116,5 @@ def open_lab(
         name, source, layout, device=where, dtype=dtype, buckets=buckets, prefill_buckets=prefill_buckets,
         scheduling=SchedulerOptions(sizes["token_budget"], prefix_reuse=prefix_reuse, mixed=mixed),
         padding=padding, seed=seed, debug=debug, ops=form, draft=plan,
-        bucket_floor=bucket_floor,
+        bucket_floor=bucket_floor, host_pages=-(-(host_tokens or 0) // PAGE_SIZE),
     )  # fmt: skip

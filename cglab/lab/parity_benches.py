@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from cglab.errors import InputError
-from cglab.lab.checking import CASES, check_technique, model_of
+from cglab.lab.checking import CASES, LATENT_ALONE, check_technique, model_of
 from cglab.lab.recovery import recovery_sweep
 from cglab.lab.request_cases import LOAD, check_requests
 from cglab.lab.speculative_cases import FORMS, check_speculation
 from cglab.lab.step_metrics import Progress, silent
-from cglab.lab.techniques import SPARSE
 from cglab.lab.verdicts import TechniqueParity
 from cglab.measure.record import Record, make_record, new_run
 from cglab.models.config import ModelConfig
@@ -90,7 +89,7 @@ def parity(
         found = check_technique(name, count, device=device, dtype=dtype, seed=seed, ops=form)
         yield make_record(
             bench="parity", arm=name, device=device, run=run, model=found.model,
-            weights="random" if name in SPARSE else "trained", dtype=found.dtype,
+            weights="random" if name in LATENT_ALONE else "trained", dtype=found.dtype,
             workload={"cases": found.cases, "seed": seed, "ops": form}, metrics=_flat(found),
             notes="; ".join(map(str, found.mismatches[:3])),
         )  # fmt: skip

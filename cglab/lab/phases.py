@@ -9,12 +9,11 @@ from typing import Any, TypeVar, cast
 
 from cglab.engine.load import Load
 from cglab.errors import ClosedError, InputError, ToggleError
-from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
 from cglab.lab.draft_round import BlockRound, Round, SeedRound
 from cglab.lab.drafting import Drafting
-from cglab.lab.sparse_prefill import SparseArm, require_latent
+from cglab.lab.sparse_prefill import SparseArm, extend_sizes, require_latent
 from cglab.lab.techniques import SPARSE, Captures, technique
 from cglab.models.decoder import Decoder
 from cglab.models.draft_cache import Feeder
@@ -23,6 +22,7 @@ from cglab.models.kv import PagedKV
 from cglab.runners.base import GraphGroup, Runner
 from cglab.runners.block_draft import BlockDraftRunner
 from cglab.runners.decode import DecodeRunner
+from cglab.runners.draft_extend import DraftExtendRunner
 from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.draft_sampler import DraftSampler
 from cglab.runners.prefill import PrefillRunner
@@ -31,28 +31,6 @@ from cglab.runners.verify import VerifyRunner
 from cglab.settings import SEED_GRAPH_SWITCH
 
 R = TypeVar("R", bound=Runner[Any])
-
-PREFILL_LIMIT = 512
-"""Tokens up to which prefill steps are captured by default: beyond it a graph wins nothing, and padding costs.
-
-It is the crossover of one request at a time, ``qwen3-8b`` on an H200: the record of ``cglab bench ttft`` (arm
-``breakable``, metric ``limit``). A smaller model wins further up; ``prefill_buckets`` says so for a lab.
-"""
-
-
-def prefill_sizes(token_budget: int, explicit: Sequence[int] | None = None) -> list[int]:
-    """Token counts of prefill steps to capture: the user's own, or SGLang's list.
-
-    Args:
-        token_budget: most tokens of one step.
-        explicit: the user's; None takes SGLang's list up to the budget, or to ``PREFILL_LIMIT`` if that is lower.
-
-    Raises:
-        BucketError: as ``bucket_list``.
-    """
-    if explicit is not None:
-        return bucket_list(token_budget, explicit=explicit)
-    return bucket_list(min(token_budget, PREFILL_LIMIT), sglang_prefill)
 
 
 class LabPhases:
@@ -110,11 +88,27 @@ class LabPhases:
         name, options = mode, self._options(mode)
         make: Callable[..., PrefillRunner] = partial(PrefillRunner, feeder=self._feeder)
         if isinstance(self.model.config, DsaConfig):
-            attention, preparation = (self._mode(each, parts.get(each)) for each in SPARSE)
-            arm = SparseArm(mode, attention, preparation, self.max_cached)
+            arm = self._arm(mode, **parts)
             name, make = arm.name, partial(arm.make, floor=self.bucket_floor)
         make = partial(make, self.model, self.kv, self.group, self.prefill_buckets)
         return self._runner("prefill", name, make, replace(options, lazy=True))
+
+    def _arm(self, mode: str, **parts: str) -> SparseArm:
+        attention, preparation = (self._mode(each, parts.get(each)) for each in SPARSE)
+        return SparseArm(mode, attention, preparation, self.max_cached)
+
+    def draft_extend(self, mode: str | None = None) -> DraftExtendRunner:
+        """The runner of a NextN layer's extends, in the parts of its target's sparse prefill; captured on first use.
+
+        Raises:
+            ToggleError: without a NextN layer.
+        """
+        mode, (layer, kv) = self._mode("draft_extend", mode), self._drafting("draft_extend").nextn
+        arm, sizes = self._arm(self._mode("prefill", None)), extend_sizes(self.buckets, self.prefill_buckets)
+        make = partial(arm.extend, layer, kv, self.group, sizes, floor=self.bucket_floor)
+        name = mode if arm.name == "breakable" else f"{mode}, prefill {arm.name}"
+        options = self._options("breakable" if mode == "graph" else "eager")
+        return self._runner("draft_extend", name, make, replace(options, lazy=True))
 
     def verify(self, mode: str | None = None) -> VerifyRunner:
         """The runner of verify steps.
@@ -212,6 +206,8 @@ class LabPhases:
             return {"decode": self.decode(sampling=sampling)}
         if self._feeder is not None:
             return {"block_draft": self.block_draft(), "verify": self.verify()}
+        if self.drafting.layer_kv is not None:
+            return {"draft_extend": self.draft_extend(), "verify": self.verify()}
         seed = self.seed_step()
         seeds: dict[str, Runner[Any]] = {} if seed is None else {"seed_step": seed}
         return seeds | {"draft_loop": self.draft_loop(), "verify": self.verify()}
@@ -226,7 +222,7 @@ class LabPhases:
             return self.seed_step(mode) or self.draft_loop(fused=True)
         made: dict[str, Callable[[str | None], Runner[Any]]] = {
             "decode": self.decode, "prefill": self.prefill, "verify": self.verify, "draft_loop": self.draft_loop,
-            "draft_sampler": self.block_draft,
+            "draft_sampler": self.block_draft, "draft_extend": self.draft_extend,
         }  # fmt: skip
         if name in SPARSE:
             require_latent(self.model.config, name)

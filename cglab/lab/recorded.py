@@ -77,6 +77,8 @@ class Recorded:
 
 VERDICTS = ("parity", "requests", "speculation")
 """Benches whose records say whether something held."""
+IN_PARTS = ("token", "first-token")
+"""Benches whose arms may be those of several runs, each with what they are compared with in it."""
 
 
 def newest(bench: str, records: Iterable[Record]) -> Recorded:
@@ -97,6 +99,8 @@ def _key(record: Record) -> str:
     asked = {name: value for name, value in record.workload.items() if name != "ops"}
     if record.bench in VERDICTS:
         asked |= {"arm": record.arm, "ops": record.workload.get("ops", "portable")}
+    if record.bench in IN_PARTS:
+        asked["arm"] = record.arm
     return json.dumps(asked, sort_keys=True)
 
 

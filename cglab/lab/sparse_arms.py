@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -74,7 +74,7 @@ def mixed_prompts(lab: Lab, *, seed: int = 0) -> list[list[list[int]]]:
     def draw(length: int) -> list[int]:
         return torch.randint(0, lab.config.vocab_size, (length,), generator=generator).tolist()
 
-    alone = [[draw(length)] for length in sorted(edges) if 1 < length <= min(context, budget)]
+    alone = [[draw(length)] for length in sorted(edges) if 1 < length <= context]
     lengths = [
         min(context, max(2, budget * (1 + place) // 2 + place)) for place in range(lab.engine.largest_batch)
     ]
@@ -88,6 +88,9 @@ def mixed_prompts(lab: Lab, *, seed: int = 0) -> list[list[list[int]]]:
 def check_arms(lab: Lab, arms: Sequence[SparseArm] = ARMS, *, seed: int = 0) -> list[ArmParity]:
     """Every arm on the same requests.
 
+    A full arm has room for as many cached tokens as requests can have, unless it says for how many: a step beyond runs
+    eager at its live size, where matrix products may round otherwise than at the padded one.
+
     Args:
         lab: of a model with latent attention, with no requests in flight.
         arms: the first is the reference.
@@ -98,8 +101,9 @@ def check_arms(lab: Lab, arms: Sequence[SparseArm] = ARMS, *, seed: int = 0) -> 
     """
     rounds, verdicts = mixed_prompts(lab, seed=seed), []
     wanted: Watched | None = None
+    cache = lab.max_context * lab.engine.largest_batch
     for arm in arms:
-        with toggled(lab, arm):
+        with toggled(lab, replace(arm, max_cached=arm.max_cached or cache)):
             runner = lab.phases.prefill()
             before = {name: counts.copy() for name, counts in runner.coverages().items()}
             found = _served(lab, rounds)

@@ -9,15 +9,18 @@ from typing import Any, Final
 import torch
 
 from cglab.errors import ToggleError
+from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.options import Options
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
 from cglab.models.dsa_config import DsaConfig
 from cglab.models.kv import PagedKV
+from cglab.models.nextn import NextN
 from cglab.runners.base import GraphGroup
+from cglab.runners.draft_extend import DraftExtendRunner
 from cglab.runners.dsa_policy import Parts, floor_by_rule, gates
 from cglab.runners.dsa_prefill import DsaPrefillRunner
-from cglab.settings import read_settings
+from cglab.settings import NEXTN_SWITCH, read_settings
 
 CPU_ROWS: Final = 4
 """Rows up to which the CPU's matrix library has kernels of its own, as ``cglab bench dsa`` measures it."""
@@ -115,3 +118,34 @@ class SparseArm:
             max_cached=self.max_cached,
             **sizes,
         )
+
+    def extend(
+        self,
+        layer: NextN,
+        kv: PagedKV,
+        group: GraphGroup,
+        buckets: Sequence[int],
+        options: Options,
+        *,
+        floor: int | None = None,
+    ) -> DraftExtendRunner:
+        """The extend of a NextN layer beside it, eager where ``CGLAB_DISABLE_NEXTN_GRAPH=1``; arguments as ``make``.
+
+        Its selection is a break in every arm, as the seed is published after it.
+        """
+        if options.backend != "eager" and NEXTN_SWITCH in read_settings().switches:
+            options = replace(options, kill_switch=f"{NEXTN_SWITCH}=1")
+        parts = replace(self.parts, select=self.parts.select or Miss(Reason.LIVE_EXTENT))
+        if floor is None:
+            floor = floor_by_rule(buckets, kernel_rows(group.device))
+        return DraftExtendRunner(layer, kv, group, buckets, options, parts=parts, floor=floor)
+
+
+def extend_sizes(buckets: Sequence[int], prefill_buckets: Sequence[int]) -> list[int]:
+    """Token counts of draft extends to capture: those of prefill chunks, and one or two tokens of each request.
+
+    Args:
+        buckets: batch sizes of verify passes.
+        prefill_buckets: token counts of prefill steps.
+    """
+    return sorted({*buckets, *(2 * size for size in buckets), *prefill_buckets})

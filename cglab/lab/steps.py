@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cglab.engine.draft_workload import steady_draft
+from cglab.engine.draft_workload import steady_draft, steady_extend
 from cglab.engine.engine import Engine
 from cglab.engine.workload import Step, steady_decode, steady_prefill
 from cglab.errors import ToggleError
@@ -22,8 +22,8 @@ from cglab.lab.techniques import DRAFTING, SPARSE, technique
 from cglab.measure.parity import Parity, compare_logits, compare_tokens, worst
 from cglab.runners.base import Runner
 
-PREFILLS = ("prefill", *SPARSE)
-"""Techniques whose step is one of prefill."""
+PREFILLS = ("prefill", *SPARSE, "draft_extend")
+"""Techniques whose step is one of prefill, or comes after one."""
 SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     **dict.fromkeys(("decode", *DRAFTING), ("batch", "context")),
     **dict.fromkeys(PREFILLS, ("tokens", "cached", "requests")),
@@ -132,7 +132,8 @@ def fixed_step(
     """
     chosen = chosen_sizes(name, given, sizes)
     if name in PREFILLS:
-        return steady_prefill(engine, chosen["tokens"], chosen["cached"], chosen["requests"])
+        steady = steady_extend if name == "draft_extend" else steady_prefill
+        return steady(engine, chosen["tokens"], chosen["cached"], chosen["requests"])
     if name == "decode":
         return steady_decode(engine, chosen["batch"], chosen["context"])
     return steady_draft(engine, name, chosen["batch"], chosen["context"])

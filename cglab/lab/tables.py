@@ -10,7 +10,7 @@ from cglab.measure.record import Record
 
 _SIZES = (
     "batch", "context", "tokens", "cached", "concurrency", "bucket", "load", "dataset", "phase", "ops", "kernels",
-    "topk", "padding", "prompts", "stages", "cap", "rank", "name",
+    "topk", "padding", "running", "waiting", "prompts", "stages", "cap", "rank", "name",
 )  # fmt: skip
 _COLUMNS = {
     "decode": ("step_ms", "ratio_to_eager", "ratio_to_transformers", "busy_ms", "launches", "kernels", "gap_us",
@@ -33,6 +33,10 @@ _COLUMNS = {
              "queueing_ms_p50", "tokens_equal", "occupancy_percent", "gauge_percent"),
     "engines": ("ttft_ms_p50", "ttft_ratio", "ttft_verdict", "tpot_ms_p50", "tpot_ratio", "tpot_verdict", "e2e_ms_p50",
                 "user_tok_s_p50", "output_tok_s", "errors"),
+    "token": ("token_ms", "ratio_to_ours", "verdict", "over_floor", "replay_ms", "host_us", "ready_s", "held_gb",
+              "error"),
+    "first-token": ("token_ms", "ratio_to_ours", "verdict", "over_floor", "replay_ms", "host_us", "ready_s", "held_gb",
+                    "error"),
     "servers": ("ttft_ms_p50", "tpot_ms_p50", "e2e_ms_p50", "user_tok_s_p50", "total_tok_s_per_device",
                 "graph_share_prefill", "graph_share_decode", "graph_memory_gb", "capture_seconds",
                 "accept_length", "errors"),
@@ -50,11 +54,14 @@ _COLUMNS = {
     "dflash": ("occupancy_percent", "occupancy_accounting", "occupancy_real", "whole_percent", "step_ms", "round_ratio",
                "round_verdict", "launches", "busy_ms", "block_draft_ms", "verify_ms", "sampler_busy_ms", "gap_ms",
                "accept_length", "tokens_s", "tokens_equal"),
+    "scheduler": ("step_us", "plan_us", "inputs_us", "commit_us", "calls", "fixed_us", "each_us", "residual",
+                  "exponent", "waiting_ratio", "calls_each", "calls_waiting", "ok"),
     "dsa_prefill": ("ttft_ms", "ttft_ratio", "ttft_verdict", "tpot_ms", "tpot_ratio", "e2e_ms", "e2e_ratio",
                     "step_wall_ms", "step_busy_ms", "gap_ms", "step_launches", "breaks", "bitwise", "tokens_equal",
                     "cache_gb"),
     "dsa_prefill_sweep": ("points", "largest_ttft_ratio", "least_ttft_ratio", "bitwise", "tokens_equal", "graph_gb",
                           "capture_s", "warmup_s"),
+    "dsa_arms": ("requests", "differing", "tokens_equal", "steps", "captured", "ok"),
     "dsa_floor": ("floor", "floor_by_rule", "rows", "differing_buckets"),
     "planner": ("time_ms", "ratio_to_sglang", "waste", "buckets", "eager_steps", "memory_mb", "capture_s", "ok"),
     "recovery": ("operations", "tried", "failed", "ok"),

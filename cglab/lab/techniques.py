@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cglab.errors import ToggleError
-from cglab.settings import DSA_ATTENTION_SWITCH, DSA_INDEXER_SWITCH, SEED_GRAPH_SWITCH
+from cglab.settings import DSA_ATTENTION_SWITCH, DSA_INDEXER_SWITCH, NEXTN_SWITCH, SEED_GRAPH_SWITCH
 
 NOT_YET = "not in this version"
 
@@ -122,7 +122,7 @@ TECHNIQUES: Mapping[str, Technique] = {
         ),
         Technique(
             "T10", "draft_extend", "NextN draft extend replayed as a prefill graph", _GRAPH, "graph", "S3",
-            kill_switch="CGLAB_DISABLE_NEXTN_GRAPH",
+            module="cglab.runners.draft_extend", notebook=_SPARSE, kill_switch=NEXTN_SWITCH,
         ),
     )
 }  # fmt: skip

@@ -54,6 +54,10 @@ class PhasesThrough:
         """Block drafts."""
         return Through(self._phases.block_draft(), self._how)
 
+    def draft_extend(self) -> Any:
+        """Extends of a NextN layer."""
+        return Through(self._phases.draft_extend(), self._how)
+
     def seed_step(self) -> Any:
         """Seed steps; None where the loop begins with them."""
         seed = self._phases.seed_step()

@@ -95,10 +95,13 @@ class CachedStep:
     Attributes:
         cache: name of the cache's class.
         tokens: [batch, 1] int64, what the next step takes.
+        forward: computes it; the model's own, or a compiled one.
     """
 
     @torch.no_grad()
-    def __init__(self, model: Any, cache: str, batch: int, context: int, *, seed: int = 0) -> None:
+    def __init__(
+        self, model: Any, cache: str, batch: int, context: int, *, seed: int = 0, length: int | None = None
+    ) -> None:
         """Computes the prompts.
 
         Args:
@@ -106,15 +109,16 @@ class CachedStep:
             cache: name of the cache's class, one of ``CACHES``.
             batch: requests.
             context: tokens of each in the first step, the new one included.
-            seed: of the prompts.
+            seed: of the prompts: those of ``steady_decode``.
+            length: tokens that a static cache holds; None for those of one sample.
         """
         import transformers
 
-        self.cache, self._model = cache, model
+        self.cache, self._context, self.forward = cache, context, model
         # The argument was renamed after 5.17, and its old name warns at every call.
         known = inspect.signature(type(model).forward).parameters
         self._name = "cache" if "cache" in known else "past_key_values"
-        sizes = {"max_cache_len": context - 1 + ROOM} if cache == "StaticCache" else {}
+        sizes = {"max_cache_len": length or context - 1 + ROOM} if cache == "StaticCache" else {}
         self._prompt = getattr(transformers, cache)(config=model.config, **sizes)
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, model.config.vocab_size, (batch, context - 1), generator=generator)
@@ -133,7 +137,7 @@ class CachedStep:
         return self.tokens
 
     def _next(self, ids: Tensor, **options: Any) -> Tensor:
-        made = self._model(input_ids=ids, use_cache=True, **{self._name: self._held}, **options)
+        made = self.forward(input_ids=ids, use_cache=True, **{self._name: self._held}, **options)
         return made.logits[:, -1].argmax(-1, keepdim=True)
 
 
@@ -170,16 +174,19 @@ class TransformersArm:
         return _timed(self.step, self.device, calls)
 
 
-def transformers_arm(model: Any, step: DecodeStep, device: torch.device, *, calls: int) -> TransformersArm:
+def transformers_arm(
+    model: Any, step: DecodeStep, device: torch.device, *, calls: int, length: int | None = None
+) -> TransformersArm:
     """The arm at the size of a step of ours, on the cache that is faster there.
 
     Args:
         model: of :func:`random_transformers`.
         step: its batch and context are taken.
         device: what the model is on.
-        calls: steps in a row behind one sample, at most ``ROOM``.
+        calls: steps in a row behind one sample, at most ``ROOM`` without a length.
+        length: tokens that a static cache holds; None for those of one sample.
     """
-    steps = {cache: CachedStep(model, cache, step.live, step.context) for cache in CACHES}
+    steps = {cache: CachedStep(model, cache, step.live, step.context, length=length) for cache in CACHES}
     seconds: dict[str, float] = {}
     for cache, made in steps.items():
         timed = _timed(made, device, calls)

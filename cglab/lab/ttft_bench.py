@@ -21,7 +21,7 @@ from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.lab.facade import Lab
 from cglab.lab.load_run import LoadRun
 from cglab.lab.opening import open_lab
-from cglab.lab.phases import PREFILL_LIMIT
+from cglab.lab.prefill_limit import PREFILL_LIMIT
 from cglab.lab.step_metrics import Progress, model_facts, silent, won_metrics
 from cglab.lab.ttft_grid import ARMS, CAPTURED, FULL_GRID, QUICK_GRID, Point, Probe, estimate, probe_steps
 from cglab.measure.ab import schedule

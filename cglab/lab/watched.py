@@ -11,6 +11,7 @@ from torch import Tensor
 from cglab.engine.acceptance import AcceptLengths
 from cglab.engine.batches import Batch, DecodeBatch
 from cglab.engine.engine import Engine
+from cglab.engine.phases import Forward
 from cglab.engine.requests import Request
 from cglab.engine.segments import ForwardSegments
 from cglab.engine.speculator import Speculator
@@ -90,13 +91,13 @@ class WatchedEngine(Engine):
         self._found.requests.append(request)
         super().submit(request)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch) -> Forward:
         """See ``Engine``."""
-        tokens, logits = super().forward(batch)
+        computed = super().forward(batch)
         ending = [chunk.request for chunk in batch.chunks if chunk.last]
-        for request, row in zip(ending, logits.clone(), strict=True):
+        for request, row in zip(ending, computed.logits.clone(), strict=True):
             self._found.logits[request.index, len(request.output)] = row
-        return tokens, logits
+        return computed
 
 
 class WatchedSpeculator(Speculator):

@@ -20,6 +20,7 @@ from torch.nn.utils import skip_init
 from cglab.errors import ModelError
 from cglab.models.body import Body, Portable
 from cglab.models.bound import Bound
+from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
 from cglab.models.dsa import DsaBlock
 from cglab.models.dsa_config import DsaConfig, read_dsa_config
@@ -52,6 +53,23 @@ def nextn_config_from(folder: str | Path) -> DsaConfig:
             f"{config.dense_layers} of them dense; give num_hidden_layers 1 and first_k_dense_replace 0"
         )
     return config
+
+
+def require_own(layer: DsaConfig, target: ModelConfig) -> None:
+    """Checks that a NextN layer is one of a target's.
+
+    Raises:
+        ModelError: saying in what they differ.
+    """
+    if not isinstance(target, DsaConfig):
+        raise ModelError(
+            f"a NextN layer drafts for a model with latent attention, not for {target.architecture}; "
+            "open its own target"
+        )
+    for name in ("vocab_size", "hidden_size", "head_dim"):
+        mine, other = getattr(layer, name), getattr(target, name)
+        if mine != other:
+            raise ModelError(f"the NextN layer's {name} is {mine}, the target's {other}; open its own target")
 
 
 class NextN(Bound):
@@ -94,18 +112,7 @@ class NextN(Bound):
         Raises:
             ModelError: if it is not a layer of this target.
         """
-        theirs = target.config
-        if not isinstance(theirs, DsaConfig):
-            raise ModelError(
-                f"a NextN layer drafts for a model with latent attention, not for {theirs.architecture}; "
-                "open its own target"
-            )
-        for name in ("vocab_size", "hidden_size", "head_dim"):
-            mine, other = getattr(self.config, name), getattr(theirs, name)
-            if mine != other:
-                raise ModelError(
-                    f"the NextN layer's {name} is {mine}, the target's {other}; open its own target"
-                )
+        require_own(self.config, target.config)
         self._targets = (target,)
 
     def forward(self, input_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Any) -> Tensor:

@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cglab.errors import InputError
-from cglab.graphs.address import AddressContract
+from cglab.graphs.address import AddressContract, Getter
 from cglab.graphs.coverage import Miss, Reason
 from cglab.graphs.options import Options
 from cglab.graphs.slots import Slot
@@ -91,8 +91,12 @@ class PrefillRunner(Runner[Sequence[Span]]):
             )
         self.model, self.kv, self.live, self.feeder = model, kv, LiveSpans(), feeder
         self.inputs = self.needed()
-        fed = {} if feeder is None else feeder.watched(model, kv)
-        super().__init__(group, buckets, AddressContract({"model": model, **kv.watched(), **fed}), options)
+        super().__init__(group, buckets, AddressContract(self.watched()), options)
+
+    def watched(self) -> dict[str, nn.Module | Getter]:
+        """Everything that recordings read by address."""
+        fed = {} if self.feeder is None else self.feeder.watched(self.model, self.kv)
+        return {"model": self.model, **self.kv.watched(), **fed}
 
     @property
     def fixed_axis(self) -> bool:

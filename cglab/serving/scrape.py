@@ -187,7 +187,7 @@ def gather(
     return Scrape(
         version=str(info.get("version", "unknown")),
         arguments={name: value for name, value in info.items() if name != "internal_states"},
-        captures=_captures(log, gauges),
+        captures=captures(log, gauges),
         disabled=tuple(dict.fromkeys(match.strip() for match in _DISABLED.findall(log))),
         passes=told("passes", passes, without),
         accept_length=told(
@@ -243,8 +243,13 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _captures(log: str, gauges: Gauges) -> tuple[GraphCapture, ...]:
-    """By the log, which says what was captured; memory and seconds from metrics where these are finer."""
+def captures(log: str, gauges: Gauges) -> tuple[GraphCapture, ...]:
+    """What was captured, by a log; memory and seconds from metrics where these are finer.
+
+    Args:
+        log: text of it.
+        gauges: samples of metrics, by name; none where there are no metrics.
+    """
     found: dict[str, dict[str, Any]] = {}
     for match in _CAPTURE.finditer(log):
         phase, facts = _phase(match["name"]), found.setdefault(_phase(match["name"]), {"ended": False})

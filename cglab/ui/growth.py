@@ -121,6 +121,37 @@ def recorded_capture(recorded: Recorded) -> go.Figure:
     return made.update_yaxes(title_text="memory added (GB)", col=2)
 
 
+PARTS = {"plan_us": "#0072B2", "inputs_us": "#E69F00", "commit_us": "#009E73", "step_us": INK}
+"""Parts of a step's host time, and the whole."""
+
+
+def recorded_scheduler(recorded: Recorded) -> go.Figure:
+    """The host's part of a step: by requests that run on the left, by those that wait on the right."""
+    if not any(each.arm in ("running", "waiting") for each in recorded.records):
+        return empty("Host time of a step by requests: not recorded yet", str(recorded))
+    fits = [each for each in recorded.records if each.arm == "fit"]
+    told = "".join(
+        f"; {each.metrics['fixed_us']:.3g} µs and {each.metrics['each_us']:.3g} µs a request that runs"
+        for each in fits[-1:]
+    )
+    note = f"Scheduler, books, inputs and their copy; no model{told}"
+    made = figure(f"Host time of a step by requests, {recorded.where}", note, height=400)
+    made.set_subplots(1, 2, subplot_titles=["none wait", "64 run"], horizontal_spacing=0.14)
+    made.update_layout(margin_t=112).update_annotations(font_size=13)
+    for column, arm in enumerate(("running", "waiting"), 1):
+        drawn = sorted((r for r in recorded.records if r.arm == arm), key=lambda r: int(r.workload[arm]))
+        for part, code in PARTS.items():
+            made.add_scatter(
+                x=[record.workload[arm] for record in drawn], y=[record.metrics[part] for record in drawn],
+                row=1, col=column, name=part.removesuffix("_us"), legendgroup=part, showlegend=column == 1,
+                mode="lines+markers", line={"color": code, "width": 2}, marker={"size": 7},
+                hovertemplate=f"%{{x}} {arm}: %{{y:.4g}} µs",
+            )  # fmt: skip
+        made.update_xaxes(title_text=f"{arm} (requests)", row=1, col=column)
+    made.update_yaxes(rangemode="tozero")
+    return made.update_yaxes(title_text="host time of a step (µs)", col=1)
+
+
 def _summed(record: Record, names: Sequence[str], unit: float) -> list[float]:
     """What the first so many buckets of a ledger cost, for every number of them."""
     return [

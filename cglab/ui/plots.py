@@ -18,8 +18,9 @@ from cglab.lab.comparison import Comparison
 from cglab.lab.planning import PHASES, PhasePlan
 from cglab.lab.sweep import Sweep
 from cglab.ui.accepted import accepted
-from cglab.ui.growth import recorded_capture, recorded_growth
+from cglab.ui.growth import recorded_capture, recorded_growth, recorded_scheduler
 from cglab.ui.loads import occupancy, ttft
+from cglab.ui.peers import recorded_token
 from cglab.ui.pipeline import pipeline_sweep, recorded_pipeline
 from cglab.ui.recorded import (
     recorded_decode,
@@ -58,6 +59,8 @@ __all__ = [
     "recorded_pipeline",
     "recorded_planner",
     "recorded_prefill",
+    "recorded_scheduler",
+    "recorded_token",
     "recorded_ttft",
     "recorded_ttft_crossover",
     "register_template",

@@ -92,7 +92,7 @@ def test_mismatches_reach_the_json_and_the_status(ask_json, monkeypatch):
     ("words", "said"),
     [
         (["parity", "--technique", "decod"], ["'decod' is no technique", "decode, verify"]),
-        (["parity", "--technique", "draft_extend"], ["not in this version", "available: decode"]),
+        (["parity", "--technique", "draft_extent"], ["no technique", "draft_extend"]),
         (["parity", "--technique", "decode", "--plant", "rot"], ["'rot'", "stale-tail"]),
         (["bench", "decod"], ["'decod' is no bench", "decode (", "recovery ("]),
     ],

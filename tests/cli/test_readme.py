@@ -10,6 +10,7 @@ import pytest
 
 from cglab import settings
 from cglab.cli import _parser
+from cglab.lab.peer_table import Peers
 from cglab.lab.recorded import Recorded
 from cglab.lab.techniques import TECHNIQUES
 from cglab.measure.machine import Device
@@ -140,7 +141,7 @@ def text_with(*contents):
 
 def test_without_records_the_tables_say_so_and_how_to_get_them(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(text_with("old", "", "older", "oldest"))
+    readme.write_text(text_with("old", "", "older", "odd", "oldest"))
     arguments = ["--readme", str(readme), "--folder", str(tmp_path / "none")]
     assert readme_table.main([*arguments, "--check"]) == 1
     assert "old" in readme.read_text()
@@ -173,3 +174,40 @@ def test_a_readme_without_markers_is_left_alone(tmp_path, capsys, text):
     assert readme_table.main(["--readme", str(readme), "--folder", str(tmp_path)]) == 1
     assert readme.read_text() == text
     assert "once each" in capsys.readouterr().err
+
+
+def token_records(run, **arms):
+    """One step of batch 1 by peer: its metrics."""
+    return [
+        replace(
+            make_record(
+                bench="token", arm=arm.replace("_", "-"), device="cpu", run=run, metrics={"floor_ms": 3.6, **metrics},
+                model="qwen3-8b", weights="random", workload={"batch": 1, "context": 512},
+                parity={"verdict": "bitwise"} if "replay_ms" in metrics else None,
+            ),
+            device=Device("NVIDIA H200", "cuda"),
+        )
+        for arm, metrics in arms.items()
+    ]  # fmt: skip
+
+
+def test_peers_stand_fastest_first_with_the_reason_of_whoever_could_not_run(tmp_path):
+    failed = "NotInstalledError: it | is not here\nand more"
+    records = token_records(
+        "one", sglang={"token_ms": 6.25, "ratio_to_ours": 1.25, "verdict": "slower", "over_floor": 1.7361},
+        full={"token_ms": 5.0, "replay_ms": 4.75, "over_floor": 1.3889}, torch_compile={"error": failed},
+    )  # fmt: skip
+    append(tmp_path / "peers.jsonl", records)
+    block = Peers().text(tmp_path)
+    assert "on one NVIDIA H200 on " in block
+    assert block.splitlines()[-3:] == [
+        "| qwen3-8b | 1 | full | 5.00 | - | - | 4.75 | 1.39 | equal |",
+        "| qwen3-8b | 1 | sglang | 6.25 | 1.25 | slower | - | 1.74 | - |",
+        "| qwen3-8b | 1 | torch-compile | - | - | NotInstalledError: it / is not here | - | - | - |",
+    ]
+
+
+def test_without_peers_the_block_says_how_to_record_them(tmp_path):
+    assert Peers().text(tmp_path) == Peers.not_yet
+    argument = re.search(r"cglab (bench peers --save)", Peers.not_yet)
+    assert _parser().parse_args(argument[1].split()).run

@@ -6,6 +6,7 @@ import torch
 
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.engine import Engine
+from cglab.engine.host_tier import HostTier
 from cglab.engine.speculator import Speculator
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
@@ -163,12 +164,21 @@ class Bench:
         self.device, self.buckets, self.sizes, self.made = device, buckets, sizes, []
 
     def engine(
-        self, speculation=None, *, backend="eager", seed="eager", draft=None, budget=16, timed=True, **policy
+        self,
+        speculation=None,
+        *,
+        backend="eager",
+        seed="eager",
+        draft=None,
+        budget=16,
+        timed=True,
+        host=0,
+        **policy,
     ):
         """An engine on a cache of its own.
 
         ``seed`` is that of an assistant or, for a block draft, where its sampler is; ``timed`` whether that is timed;
-        ``draft`` is the outputs and the column of a ``Prophet``.
+        ``draft`` is the outputs and the column of a ``Prophet``; ``host`` pages of host memory.
         """
         models, group, captures = Models(self.device, **self.sizes), GraphGroup(self.device), Captures()
         captures.decode = captures.prefill = "eager"
@@ -187,8 +197,10 @@ class Bench:
         )  # fmt: skip
         self.made += [phases, group]
         options = SchedulerOptions(budget, **policy)
+        caches = [models.kv, *([drafting.kv] if drafting and drafting.kv else [])]
+        tier = HostTier(caches, group, host) if host else None
         if not speculation:
-            return Engine(models.target, models.kv, phases, options)
+            return Engine(models.target, models.kv, phases, options, host=tier)
         runners = Foretold(phases, Prophet(speculation, *draft)) if draft else phases
         drafter = drafting.drafter(models.kv, runners)
         if seed in SAMPLERS:
@@ -196,7 +208,7 @@ class Bench:
         else:
             drafter.hidden.fill_(float("nan"))  # a state that was not written is told
         speculator = Speculator(models.target, drafter, models.kv, runners, speculation)
-        engine = Engine(models.target, models.kv, phases, options, speculator)
+        engine = Engine(models.target, models.kv, phases, options, speculator, tier)
         if draft:
             runners.prophet.engine = engine
         return engine

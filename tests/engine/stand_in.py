@@ -11,6 +11,7 @@ from zlib import crc32
 
 from cglab.engine.acceptance import committed, greedy_path
 from cglab.engine.batches import DecodeBatch, PrefillBatch, SchedulerOptions
+from cglab.engine.host_pages import HostPages
 from cglab.engine.memory import CacheLayout
 from cglab.engine.requests import Request
 from cglab.engine.scheduler import Scheduler
@@ -46,12 +47,14 @@ class Bench:
         window_pages=0,
         budget=4,
         lookahead=0,
+        host_pages=0,
         **options,
     ):
         self.layout = CacheLayout(pages, page_size, rows, max_context, window, window_pages, lookahead)
         self.options = SchedulerOptions(budget, **options)
-        self.scheduler = Scheduler(self.layout, self.options)
-        self.kv, self.window_kv = {}, {}
+        self.host = HostPages(host_pages) if host_pages else None
+        self.scheduler = Scheduler(self.layout, self.options, self.host)
+        self.kv, self.window_kv, self.host_kv, self.restored = {}, {}, {}, 0
         self.page_table, self.window_table = {}, {}  # by row, as the device has them: written when dirty
         self.now = 0.0
         self.requests, self.events, self.batches = [], [], []
@@ -74,6 +77,7 @@ class Bench:
     def step(self, during=lambda: None, fail=False):
         """One batch from plan to commit; ``during`` is called while it is in flight."""
         batch = self.scheduler.plan(self.tick())
+        self.move()
         self.check()
         assert (batch is None) == self.scheduler.idle, "whoever is not idle advances"
         if batch is None:
@@ -91,6 +95,15 @@ class Bench:
             "only the youngest is in mid-prompt"
         )
         return batch
+
+    def move(self):
+        """Copies pages to host memory and back, as a step's plan wants it; what is kept is whole."""
+        size, kept, restored = self.layout.page_size, *(self.host.take() if self.host else ((), ()))
+        for page, place in kept:
+            self.host_kv[place] = [self.kv[page * size + offset] for offset in range(size)]
+        for place, page in restored:
+            self.kv |= {page * size + offset: content for offset, content in enumerate(self.host_kv[place])}
+        self.restored += len(restored)
 
     def drain(self):
         """Steps until all have ended."""

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.engine import Engine
+from cglab.engine.host_tier import HostTier
 from cglab.engine.requests import GREEDY, Request, Sampling
 from cglab.engine.speculation import Speculation
 from cglab.errors import InputError
@@ -85,12 +86,16 @@ class World:
 
     def engine(self, options):
         """A fresh one; with a tree its drafts are often right, with a chain the assistant's own."""
+        host = None
+        if options.prefix_reuse and self.kv.sliding is None:
+            draft = [self.drafting.kv] if self.drafting and self.drafting.kv else []
+            host = HostTier([self.kv, *draft], self.group, 8)
         if not self.speculation:
-            return Engine(self.model, self.kv, self.phases, options)
+            return Engine(self.model, self.kv, self.phases, options, host=host)
         guide = Guide(self) if self.speculation.topk > 1 else None
         runners = Foretold(self.phases, guide) if guide else self.phases
         speculator = self.drafting.speculator(self.kv, runners)
-        engine = Engine(self.model, self.kv, self.phases, options, speculator)
+        engine = Engine(self.model, self.kv, self.phases, options, speculator, host)
         if guide:
             guide.engine = engine
         return engine
@@ -276,6 +281,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.happened |= {"no token"} if request.limit == 0 else set()
             self.happened |= {"preempted"} if request.preemptions else set()
             self.happened |= {"reused"} if request.reused else set()
+            self.happened |= {"restored"} if request.restored else set()
             self.happened |= {"drawn"} if request.sampling.temperature and request.output else set()
         self.seen.update(self.happened)
 
@@ -283,7 +289,7 @@ class EngineMachine(RuleBasedStateMachine):
 def interesting(window, speculation):
     """What must happen in the lives of a mode; a draft that is never right yields no several tokens."""
     found = {"length", "stop", "cancelled", "error", "no token", "preempted", "refused", "mixed"}
-    found |= set() if window else {"reused"}
+    found |= set() if window else {"reused", "restored"}
     if speculation is None:
         return found | {"drawn"}
     return found | ({"several tokens a step"} if speculation.topk > 1 else set())

@@ -56,6 +56,7 @@ def layouts(draw_int, draw_bool):
     }  # fmt: skip
     options["lookahead"] = ahead = draw_int(1, 5) if draw_bool() else 0
     options["pages"] += -(-ahead // page_size)
+    options["host_pages"] = draw_int(0, 5) * 4
     if draw_bool():
         options["max_running"] = draw_int(1, 4)
     if draw_int(0, 2) == 0:
@@ -159,6 +160,7 @@ def one_life(seed):
     return {
         "preempted": any(request.preemptions for request in bench.requests),
         "reused": any(request.reused for request in bench.requests),
+        "restored from the host": bench.restored > 0,
         "cancelled": any(request.finish == "cancelled" for request in bench.requests),
         "failed": any(request.finish == "error" for request in bench.requests),
         "stopped": any(request.finish == "stop" for request in bench.requests),
@@ -188,7 +190,7 @@ def many_lives(seeds):
 def test_ten_thousand_random_lives(first):
     """Of Python's own generator, so that they are the same everywhere and nothing in them becomes rare unseen."""
     seen = many_lives(range(first, first + 2_500))
-    assert len(seen) == 9 and min(seen.values()) >= 125, seen
+    assert len(seen) == 10 and min(seen.values()) >= 125, seen
 
 
 @pytest.mark.soak

@@ -38,7 +38,7 @@ def test_all_ten_techniques_are_listed_from_the_start():
     ("name", "value", "told"),
     [
         ("decode", "fast", "full, breakable, eager"),
-        ("draft_extend", "graph", "not in this version"),
+        ("draft_extend", "full", "graph, eager"),
         ("pp_prefill", "full", "off, breakable"),
         ("decod", "full", "good names"),
     ],

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cglab.errors import ToggleError
-from cglab.lab.checking import CASES, check_technique
+from cglab.lab.checking import CASES, LATENT_ALONE, check_technique
 from cglab.lab.plants import PLANTS, planted
-from cglab.lab.techniques import SPARSE, TECHNIQUES
+from cglab.lab.techniques import TECHNIQUES
 from cglab.runners.decode import DecodeRunner
 
 CPU = torch.device("cpu")
@@ -32,14 +32,14 @@ def test_p11_p12_p13_p14_p15_b26_b28_b32_random_sequences_hold_against_three_ora
     assert found.cases == cases and found.steps > 2 * cases and 0.4 < found.captured / found.steps < 0.9
 
 
-@pytest.mark.parametrize("name", sorted(CHECKED - set(SPARSE)))
+@pytest.mark.parametrize("name", sorted(CHECKED - set(LATENT_ALONE)))
 def test_p11_p27_b26_sequences_over_windows_hold_against_three_oracles(name):
     found = check_technique(name, 8, device=CPU, windowed=True)
     assert found.ok and found.captured, str(found)
     assert f"{name} on pico-gqa with windows (tape, float32): ok" in str(found)
 
 
-@pytest.mark.parametrize("name", ["decode", *SPARSE])
+@pytest.mark.parametrize("name", ["decode", *LATENT_ALONE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sequences_of_latent_attention_hold_against_three_oracles(name, dtype):
     found = check_technique(name, 2 if name == "decode" else 4, device=CPU, latent=True, dtype=dtype)

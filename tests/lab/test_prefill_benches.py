@@ -14,9 +14,9 @@ from cglab.graphs.buckets import sglang_prefill
 from cglab.lab import load_bench, planner_bench, prefill_bench, ttft_bench
 from cglab.lab.benches import BENCHES
 from cglab.lab.comparison import TAPE_NOTE
-from cglab.lab.phases import PREFILL_LIMIT, prefill_sizes
 from cglab.lab.planner_bench import split
 from cglab.lab.prefill_bench import calls_within
+from cglab.lab.prefill_limit import PREFILL_LIMIT, prefill_sizes
 from cglab.lab.recorded import recorded
 from cglab.lab.size_trace import load_size_trace
 from cglab.lab.step_metrics import CALLS, won_metrics
@@ -225,7 +225,7 @@ def test_quick_traces_are_kept_nowhere(one_load, tmp_path, monkeypatch, root):
 
 def test_steps_above_the_capture_limit_have_costs_too(one_load, monkeypatch):
     """A lab captures up to its limit; a trace has longer steps, and the plan may serve them or leave them eager."""
-    monkeypatch.setattr("cglab.lab.phases.PREFILL_LIMIT", 8)
+    monkeypatch.setattr("cglab.lab.prefill_limit.PREFILL_LIMIT", 8)
     records = list(planner_bench.planner(CPU, quick=True, keep=False))
     assert all(each.metrics["ok"] for each in records)
     assert max(int(size) for size in records[0].workload["trace"]["phases"]["prefill"]) > 8

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import cglab
-from cglab.errors import ToggleError
+from cglab.errors import InputError, ToggleError
 from cglab.lab.bucket_floor import BucketFloor, bucket_floor
+from cglab.lab.dsa_arms_bench import dsa_arms
 from cglab.lab.sparse_arms import ARMS, check_arms, mixed_prompts, toggled
 from cglab.lab.sparse_prefill import SparseArm
 from cglab.settings import KILL_SWITCHES
@@ -42,6 +43,24 @@ def test_every_arm_is_bitwise_on_mixed_requests_from_the_measured_floor_on(devic
     assert [each.arm for each in found] == [arm.name for arm in ARMS]
     assert all(each.ok and each.requests == sum(map(len, rounds)) for each in found), found
     assert len({each.coverage["prefill"].steps for each in found}) == 1, "one schedule, whatever the arm"
+    assert len({each.coverage["prefill"].captured for each in found}) == 1, "T9b has room for all of it"
+
+
+@pytest.mark.slow
+def test_the_bench_records_what_was_compared_from_which_floor_on():
+    records = list(dsa_arms(torch.device("cpu"), quick=True))
+    assert [record.arm for record in records] == [arm.name for arm in ARMS]
+    for record in records:
+        assert (
+            record.metrics["ok"]
+            and record.metrics["requests"] >= 13
+            and record.parity["verdict"] == "bitwise"
+        )
+        assert record.metrics["captured"] > 0 and record.workload["bucket_floor"] <= 33
+    assert all("by S3's rule" in record.notes for record in records[1:])
+    for wrong, told in (({"model": "pico-gqa"}, "needs latent attention"), ({"dtypes": ()}, "no dtype")):
+        with pytest.raises(InputError, match=told):
+            next(dsa_arms(torch.device("cpu"), **wrong))
 
 
 def test_the_requests_are_what_they_are_said_to_be(lab):

@@ -18,6 +18,7 @@ from cglab.models.attention import DecodeAttention, LiveRows
 from cglab.runners.base import GraphGroup, Runner
 from cglab.runners.block_draft import BlockDraftRunner
 from cglab.runners.decode import INPUTS, DecodeRunner
+from cglab.runners.draft_extend import DraftExtendRunner
 from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.pipeline_stage import PipelineStageRunner
 from cglab.runners.prefill import PrefillRunner
@@ -29,6 +30,7 @@ from .conftest import CONFIG, World
 TESTED = {
     "decode": DecodeRunner, "prefill": PrefillRunner, "pp_prefill": PipelineStageRunner,
     "seed_step": SeedRunner, "draft_loop": DraftLoopRunner, "verify": VerifyRunner, "block_draft": BlockDraftRunner,
+    "draft_extend": DraftExtendRunner,
 }  # fmt: skip
 """Techniques that have a suite, here or in a file of their own; the completeness test keeps it whole."""
 

@@ -88,7 +88,7 @@ def splits(draw):
 
 
 @arms
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(steps=st.lists(splits(), min_size=1, max_size=4))
 def test_p37_p39_one_recording_serves_every_split_and_length_bitwise(worlds, arm, steps):
     one = next((world for world in worlds.made if world.arm == arm), None) or worlds(arm)
@@ -128,18 +128,21 @@ def differing(one, reference):
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("arm", [arm for arm in ARMS if arm != "breaks"])
+@pytest.mark.parametrize(
+    ("arm", "dtype"),
+    [*((arm, torch.float32) for arm in ARMS if arm != "breaks"), ("T9b", torch.bfloat16)],
+)
 def test_p81_from_the_measured_floor_on_an_arm_is_bitwise_the_one_with_breaks(worlds, arm, dtype):
     """Without padding in every bucket; with padding from the floor on, which is this machine's."""
-    reference, recorded = worlds("breaks", dtype=dtype), worlds(arm, dtype=dtype)
+    options = {"dtype": dtype, "self_check": False}
+    reference, recorded = worlds("breaks", **options), worlds(arm, **options)
     assert all(alike(recorded, reference, [(1, 0, size)]) for size in BUCKETS)
     if arm == "experts too":  # S3 has no such arm: its experts are recorded in all of them
         found, wanted = (world.step([(1, 0, 11)]) for world in (recorded, reference))
         torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
         return
     floor = measured_floor(BUCKETS, differing(recorded, reference))
-    assert not differing(worlds(arm, dtype=dtype, floor=floor), reference)
+    assert not differing(worlds(arm, floor=floor, **options), reference)
 
 
 def test_p81_kernels_that_change_with_the_rows_raise_the_floor(worlds, monkeypatch):
@@ -151,10 +154,10 @@ def test_p81_kernels_that_change_with_the_rows_raise_the_floor(worlds, monkeypat
         return rows if len(hidden) > 6 else rows._replace(key=rows.key * (1 + 2**-20))
 
     monkeypatch.setattr(Indexer, "prepare", by_rows)
-    reference, recorded = worlds("breaks"), worlds("T8 and T9")
+    reference, recorded = worlds("breaks", self_check=False), worlds("T8 and T9", self_check=False)
     floor = measured_floor(BUCKETS, differing(recorded, reference))
     assert floor == 16
-    assert not differing(worlds("T8 and T9", floor=floor), reference)
+    assert not differing(worlds("T8 and T9", floor=floor, self_check=False), reference)
 
 
 @pytest.mark.parametrize("arm", ["T8", "T8 and T9", "T9b"])

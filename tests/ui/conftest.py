@@ -230,6 +230,37 @@ def growth_records():
     return [*records, measured("growth", "full", {"fitted": "batch and context"}, {"base_ms": 4.0})]
 
 
+def token_records():
+    """Two batches, with the floor and one peer that could not run."""
+    return [
+        measured("token", arm, {"batch": batch, "context": 512}, {"floor_ms": 3.6, **metrics})
+        for batch in (1, 16)
+        for arm, metrics in (
+            ("full", {"token_ms": 4.9, "replay_ms": 4.7}),
+            ("sglang-0.5.16", {"token_ms": 6.3, "replay_ms": 6.0, "ratio_to_ours": 1.29}),
+            ("torch-compile", {"error": "NotInstalledError: no compiler"}),
+            ("floor", {"token_ms": 3.6}),
+        )
+    ]
+
+
+def scheduler_records():
+    """Two sizes of each axis, and the fit."""
+    parts = {"plan_us": 1.0, "inputs_us": 3.0, "commit_us": 2.0, "step_us": 6.0}
+    return [
+        *(
+            measured("scheduler", arm, {"running": running, "waiting": waiting}, parts, model=None)
+            for arm, running, waiting in (
+                ("running", 8, 0),
+                ("running", 1, 0),
+                ("waiting", 64, 0),
+                ("waiting", 64, 8),
+            )
+        ),
+        measured("scheduler", "fit", {"context": 100}, {"fixed_us": 14.0, "each_us": 7.0}, model=None),
+    ]
+
+
 def capture_records():
     """Both phases, two buckets each, first with kernels that were new; and the line through costs of several numbers."""
     parts = {"warmup": "ms", "begin": "ms", "record": "ms", "end": "ms", "instantiate": "ms"}
@@ -277,7 +308,7 @@ def make():
         cpu_trace=cpu_trace, record=record, planned=planned, parts=parts, loaded=loaded, load_swept=load_swept,
         planner_records=planner_records, growth_records=growth_records, capture_records=capture_records,
         prefill_records=prefill_records, ttft_records=ttft_records, crossover_records=crossover_records,
-        pipeline_records=pipeline_records,
+        pipeline_records=pipeline_records, token_records=token_records, scheduler_records=scheduler_records,
     )  # fmt: skip
 
 

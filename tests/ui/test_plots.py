@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -42,6 +43,8 @@ def views(make, records):
         "pipeline_sweep": lambda: plots.pipeline_sweep([("eager", 8, 1.0), ("breakable", 8, 3.0)], "By cap"),
         "recorded_planner": newest("planner", make.planner_records()).plot,
         "recorded_prefill": newest("prefill", make.prefill_records()).plot,
+        "recorded_scheduler": newest("scheduler", make.scheduler_records()).plot,
+        "recorded_token": newest("token", make.token_records()).plot,
         "recorded_ttft": newest("ttft", make.ttft_records()).plot,
         "recorded_ttft_crossover": newest("ttft_crossover", make.crossover_records()).plot,
     }
@@ -359,3 +362,33 @@ def test_summary_is_words_only(make):
     assert plots.summary(make.compared().plot()) == (
         "bar eager: 1 point\nbar full: 1 point\nbar breakable: 1 point\naxes: step time (ms)"
     )
+
+
+def test_the_peers_view_shows_who_could_not_run_and_the_floor_is_no_bar(make):
+    drawn = newest("token", make.token_records()).plot()
+    bars = [trace for trace in drawn.data if trace.type == "bar"]
+    assert [list(bar.y) for bar in bars] == [["torch-compile (not run)", "sglang-0.5.16", "full"]] * 2
+    assert bars[0].text[1] == "6.3 (x1.29)" and "no compiler" in bars[0].customdata[0]
+    assert [trace.x[-1] for trace in drawn.data if trace.name == "replay alone"] == [4.7, 4.7]
+    assert len([shape for shape in drawn.layout.shapes if shape.x0 == 3.6]) == 2
+
+
+def test_peers_of_two_runs_stand_in_one_table_and_a_newer_run_of_one_replaces_it(make):
+    records = make.token_records()
+    later = [
+        replace(each, run="later", created="2026-12-09T10:00:00", metrics={**each.metrics, "token_ms": 5.0})
+        for each in records
+        if each.arm in ("full", "torch-compile")
+    ]
+    kept = newest("token", [*records, *later]).records
+    assert len(kept) == len(records)
+    assert {(each.arm, each.run) for each in kept} == {
+        ("full", "later"), ("torch-compile", "later"), ("sglang-0.5.16", "token-run"), ("floor", "token-run"),
+    }  # fmt: skip
+
+
+def test_the_schedulers_view_has_the_parts_by_both_axes_in_order(make):
+    drawn = newest("scheduler", make.scheduler_records()).plot()
+    assert [list(trace.x) for trace in drawn.data] == [[1, 8]] * 4 + [[0, 8]] * 4
+    assert [trace.name for trace in drawn.data][:4] == ["plan", "inputs", "commit", "step"]
+    assert "14 µs and 7 µs a request" in drawn.layout.title.subtitle.text
