@@ -110,7 +110,7 @@ def joined(known: Mapping[str, Mapping[str, str]], tests: Iterable[Test]) -> lis
         tests: to be joined.
 
     Raises:
-        ValueError: naming every id that is unknown, has neither a test nor a reason, or has both.
+        ValueError: naming every id that is unknown, lacks a field, has neither a test nor a reason, or has both.
     """
     citing: dict[str, list[Test]] = defaultdict(list)
     for test in tests:
@@ -122,6 +122,9 @@ def joined(known: Mapping[str, Mapping[str, str]], tests: Iterable[Test]) -> lis
     ]
     entries = []
     for name, facts in known.items():
+        if not isinstance(facts, Mapping) or not {"title", "source"} <= facts.keys():
+            wrong.append(f"{name} of tests/cited.toml lacks a title or a source")
+            continue
         entry = Entry(name, facts["title"], facts["source"], facts.get("why_not"), citing.get(name, []))
         if entry.tests and entry.why_not:
             wrong.append(f"{name} has a why_not, and {entry.tests[0].name} holds it: drop one of the two")
@@ -148,7 +151,8 @@ def table(entries: Sequence[Entry]) -> str:
     for entry in entries:
         held_by = "; ".join(map(_link, entry.tests)) or f"**none**: {entry.why_not}"
         source = f"SGLang: `{entry.source}`" if entry.id.startswith("P") else entry.source
-        lines.append(f"| {entry.id} | {entry.title} | {source} | {held_by} |")
+        cells = (cell.replace("|", r"\|") for cell in (entry.id, entry.title, source, held_by))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -182,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = tomllib.loads((options.tests / "cited.toml").read_text(encoding="utf-8"))
         text = page.read_text(encoding="utf-8")
         wanted = rewritten(text, table(joined(known, all_tests(options.tests))))
-    except (OSError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError) as error:
         print(f"no table: {error}", file=sys.stderr)
         return 1
     if wanted == text:

@@ -107,9 +107,20 @@ class Verdict:
 
 
 def read_mutations(root: Path) -> list[Mutation]:
-    """The guards of ``tests/mutations.toml``, in its order."""
+    """The guards of ``tests/mutations.toml``, in its order.
+
+    Raises:
+        ValueError: naming the entry that lacks a field, or has one that a guard does not.
+    """
     entries = tomllib.loads((root / "tests" / "mutations.toml").read_text(encoding="utf-8"))
-    return [Mutation(name, **{**facts, "named": tuple(facts["named"])}) for name, facts in entries.items()]
+    mutations = []
+    for name, facts in entries.items():
+        try:
+            mutations.append(Mutation(name, **{**facts, "named": tuple(facts["named"])}))
+        except (KeyError, TypeError) as error:
+            message = f"{name} of tests/mutations.toml: a field is missing or odd ({error!r})"
+            raise ValueError(message) from error
+    return mutations
 
 
 @contextmanager
@@ -207,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyError as error:
         print(f"{error} is no guard; there are: {', '.join(chosen)}", file=sys.stderr)
         return 1
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError) as error:
         print(f"no check: {error}", file=sys.stderr)
         return 1
     survived = 0

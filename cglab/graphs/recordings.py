@@ -88,15 +88,19 @@ class Recordings:
                 error = self._capture_bucket(size, prepare)
                 if error is None:
                     continue
-                self.failures[self.key(size)] = str(error)
+                self.failures |= self._failed([size], error)
                 if self._options.strict:
                     raise error
                 failed = CaptureFailedWarning(f"{self.name}, bucket {size}: {error}")
                 warnings.warn(failed, stacklevel=outside_level())
                 if not isinstance(error, CaptureMemoryError):  # the same function fails at every size
-                    self.failures = {self.key(rest): str(error) for rest in buckets} | self.failures
+                    self.failures = self._failed(buckets, error) | self.failures
                     break
             self.rows = self._trim_rule(prepare)
+
+    def _failed(self, sizes: Sequence[int], error: CaptureError) -> dict[ShapeKey, str]:
+        """Why these buckets have no recording; one of an earlier capture is still there (B39)."""
+        return {key: str(error) for key in map(self.key, sizes) if not self.can_run(key)}
 
     def _forget(self) -> None:
         for key in self._backend.keys:

@@ -161,16 +161,25 @@ def speculation(
         A record for each form, dtype and ops.
 
     Raises:
-        InputError: if no form is left.
+        InputError: for candidates or a draft that there are none of, or if no form is left.
     """
     run = new_run()
     sizes = {"prompts": 5, "new_tokens": 10} if quick else {"prompts": prompts, "new_tokens": new_tokens}
-    asked = [form for form in FORMS if form.topk in topk and DRAFTS[form.block] in drafts]
-    if not asked:
-        raise InputError(
-            f"no form has topk in {topk} and drafts in {drafts}; good: 1, 3 and {', '.join(DRAFTS)}"
-        )
-    forms = [form for form in asked if not quick or (form.padding and "eager" not in form)]
+    there = sorted({(DRAFTS[form.block], form.topk) for form in FORMS})
+    asked = set(product(drafts, topk))
+    if odd := {each for each in drafts if each not in DRAFTS} | (set(topk) - {each for _, each in there}):
+        message = f"no form has {', '.join(sorted(map(str, odd)))}"
+    elif not asked & set(there):
+        message = f"no form has topk in {tuple(topk)} and drafts in {tuple(drafts)}"
+    else:
+        message = ""
+    if message:
+        good = ", ".join(f"drafts={draft} with topk={count}" for draft, count in there)
+        raise InputError(f"{message}; there are {good}")
+    forms = [
+        form for form in FORMS
+        if (DRAFTS[form.block], form.topk) in asked and (not quick or (form.padding and "eager" not in form))
+    ]  # fmt: skip
     for dtype, used in product(dtypes, _forms(ops, device)):
         checked = check_speculation(device, forms=forms, dtype=dtype, ops=used, progress=progress, **sizes)
         for form, found, accepted in checked:

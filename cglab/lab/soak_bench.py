@@ -21,7 +21,7 @@ from cglab.errors import InputError
 from cglab.lab.facade import Lab
 from cglab.lab.opening import open_lab
 from cglab.lab.step_metrics import Progress, model_facts, silent
-from cglab.measure.machine import describe_device
+from cglab.measure.machine import describe_device, versions
 from cglab.measure.record import Record, make_record, new_run
 from cglab.measure.records import load
 from cglab.measure.tree import tree_hash
@@ -96,7 +96,7 @@ def soak(
     *,
     quick: bool = False,
     progress: Progress = silent,
-    models: Sequence[str] = tuple(SIZES),
+    models: Sequence[str] | None = None,
     rounds: int | None = None,
     seconds: float = 400.0,
     after: str = "",
@@ -107,25 +107,28 @@ def soak(
         device: what is tested.
         quick: few short rounds of the shipped model.
         progress: called with a line for every hundredth round.
-        models: names in ``SIZES``.
+        models: names in ``SIZES``; by default all of them on a GPU, and pico-gqa on a CPU or with ``quick``.
         rounds: of each model; by default 1,000 of pico-gqa and 10 of larger ones.
         seconds: after which a model's rounds end, to be gone on with by ``after``.
-        after: folder of earlier records; rounds of the same sequence by the same code are added to, and their hash
-            is the one to meet.
+        after: folder of earlier records; rounds of the same sequence by the same code and versions are added to:
+            their hash is the one to meet, and what was unequal or grew in them stays so.
 
     Yields:
         A record for each model.
 
     Raises:
-        InputError: for an unknown model, or fewer than two rounds.
+        InputError: for an unknown model, one that only a GPU's full bench runs, or fewer than two rounds.
     """
-    if unknown := [name for name in models if name not in SIZES]:
-        raise InputError(f"no soak of {unknown[0]!r}; good models: {', '.join(SIZES)}")
+    large = device.type == "cuda" and not quick
+    known = tuple(SIZES) if large else ("pico-gqa",)
+    names = known if models is None else models
+    if unknown := [name for name in names if name not in known]:
+        more = "" if large else "; larger ones need a GPU and no quick"
+        raise InputError(f"no soak of {unknown[0]!r} here; good models: {', '.join(known)}{more}")
     if rounds is not None and rounds < 2:
         raise InputError(f"{rounds} rounds compare nothing; give rounds=2 or more")
-    large = device.type == "cuda" and not quick
     run = new_run()
-    for name in models if large else [name for name in models if name == "pico-gqa"] or ["pico-gqa"]:
+    for name in names:
         sizes = SIZES[name] if large else {"max_batch": 4, "max_context": 64}
         progress(f"{name}: open")
         with open_lab(name, device=device, **sizes) as lab:  # type: ignore[arg-type]
@@ -138,11 +141,11 @@ def _record(
 ) -> Record:
     most = lab.engine.largest_batch
     workload = {"steps": steps, "batch": most, "cache": lab.max_context, "ops": lab.ops}
-    done = _done(after, lab, workload) if after else {}
+    done = _done(after, lab, workload) if after else None
     with steady_decode(lab.engine, most, lab.max_context, compute=False) as held:
         sequence, runner = FixedSequence(lab, held.inputs["request_rows"], steps), lab.runner(ARM)
         progress("a round eager, at the padded sizes")
-        hashes, memory = [sequence.run(runner, padded_eager=True), *done.get("hash", ())], []
+        hashes, memory = [sequence.run(runner, padded_eager=True)], []
         started = time.perf_counter()
         for index in range(count):
             if index > 1 and time.perf_counter() - started > seconds:
@@ -152,28 +155,39 @@ def _record(
             hashes.append(sequence.run(runner))
             memory.append(lab.memory()["device"])
         coverage = runner.coverage().as_dict()
-    rounds = float(len(memory)) + sum(done.get("rounds", ()))
+    rounds, equal = float(len(memory)), len(set(hashes)) == 1
     grown = {
         f"{kind}_growth_bytes": float(max(each[kind] for each in memory[1:]) - memory[0][kind])
         for kind in ("allocated", "reserved")
     }
+    if done is not None:
+        rounds += _figure(done, "rounds")
+        equal = equal and done.metrics["hashes_equal"] is True and _figure(done, "hash") == hashes[0]
+        grown = {name: max(most, _figure(done, name)) for name, most in grown.items()}
     return make_record(
         bench="soak", arm=ARM, device=lab.device, run=run, workload=workload, coverage={"decode": coverage},
         metrics={
             "rounds": rounds, "total_steps": rounds * steps, "hash": float(hashes[0]),
-            "hashes_equal": len(set(hashes)) == 1, "memory_growth_bytes": max(grown.values()), **grown,
+            "hashes_equal": equal, "memory_growth_bytes": max(grown.values()), **grown,
             "batches": float(len(set(sequence.live))), "seconds": time.perf_counter() - started,
-            "ok": len(set(hashes)) == 1 and max(grown.values()) <= 0,
+            "ok": equal and max(grown.values()) <= 0,
         },
         notes="The first hash is of a round run eager at the padded sizes.", **model_facts(lab),
     )  # fmt: skip
 
 
-def _done(folder: str, lab: Lab, workload: Mapping[str, object]) -> dict[str, list[float]]:
-    """Rounds and hash of the newest earlier record of the same sequence, code and kind of device; empty without."""
-    now, device = tree_hash(), describe_device(lab.device)
-    wanted = {"bench": "soak", "tree": now, "device": device, "workload": workload, **model_facts(lab)}
+def _done(folder: str, lab: Lab, workload: Mapping[str, object]) -> Record | None:
+    """The newest earlier record of the same sequence, code, versions and device; None without one."""
+    wanted = {
+        "bench": "soak", "tree": tree_hash(), "versions": versions(), "device": describe_device(lab.device),
+        "workload": workload, **model_facts(lab),
+    }  # fmt: skip
     for record in reversed(load(folder).records):
         if all(getattr(record, name) == value for name, value in wanted.items()):
-            return {name: [float(record.metrics[name] or 0)] for name in ("rounds", "hash")}
-    return {}
+            return record
+    return None
+
+
+def _figure(record: Record, name: str) -> float:
+    """A number that every record of this bench holds."""
+    return float(record.metrics[name] or 0)

@@ -55,11 +55,15 @@ class Bound:
     formulas: Mapping[str, Formula]
 
     def told(self, records: Mapping[str, Record]) -> str:
-        """The text with its values."""
+        """The text with its values; where a record lacks what one reads, that is told in its place."""
         metrics = {name: record.metrics for name, record in records.items()}
         text = self.text
         for written, formula in self.formulas.items():
-            text = text.replace(written, f"{formula.value(metrics):.3g}")
+            try:
+                value = f"{formula.value(metrics):.3g}"
+            except ResultsError as error:
+                value = f"(unknown: {error})"
+            text = text.replace(written, value)
         return text
 
 
@@ -202,7 +206,10 @@ def _part(raw: Mapping[str, Any]) -> Part:
 
 
 def _bound(text: str, names: tuple[str, ...]) -> Bound:
-    written = re.findall(r"\{[^{}]*\}", text)
+    pattern = re.compile(r"\{[^{}]*\}")
+    if re.search("[{}]", pattern.sub("", text)):
+        raise ResultsError(f"bound {text!r} has a brace without its partner; write {{formula}}")
+    written = pattern.findall(text)
     return Bound(text, {each: parse_formula(each[1:-1], names) for each in written})
 
 

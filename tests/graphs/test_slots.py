@@ -418,3 +418,20 @@ def test_inputs_without_a_name_and_models_that_are_no_name_are_told():
         cglab.open(3)
     with pytest.raises(cglab.errors.DeviceError, match="cannot record on meta"):
         cglab.capture(lambda x: x + 1, slots={"x": Slot()}, buckets=(1,))(x=torch.ones(1, device="meta"))
+
+
+def test_b39_a_capture_again_that_fails_leaves_recordings_that_are_not_told_as_failures(device):
+    reads = []
+
+    def step(x):
+        return x * x.sum().item() if reads else x * 2
+
+    slots = {"x": Slot((-1, 3), torch.float32, pad=0.0)}
+    captured = Captured("step", step, slots, (2, 4), device)
+    captured.capture()
+    reads.append(True)
+    with pytest.warns(CaptureFailedWarning, match="bucket 4"):
+        captured.capture()
+    assert captured.captured_sizes == [2, 4] and not captured.failures
+    assert torch.equal(captured(x=torch.ones(3, 3, device=device)), torch.full((3, 3), 2.0, device=device))
+    captured.close()

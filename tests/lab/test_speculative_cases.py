@@ -130,3 +130,6 @@ def test_the_bench_takes_some_of_the_forms_and_refuses_none():
     assert blocks and all(record.arm.startswith("sampler=") and record.metrics["ok"] for record in blocks)
     with pytest.raises(InputError, match="no form has topk in"):
         next(speculation(CPU, quick=True, topk=(3,), drafts=("block",)))
+    for options in ({"topk": (1, 2)}, {"drafts": ("assistant", "blok")}):  # one good value hides no bad one
+        with pytest.raises(InputError, match="no form has (2|blok); there are drafts=assistant with topk=1"):
+            next(speculation(CPU, quick=True, **options))

@@ -310,6 +310,14 @@ bound = "its {kernels} kernels take {busy_ms / floor_ms}"
     assert (unmet.status, unmet.reason) == ("unmet", "its 300 kernels take 1.08")
     (met,) = evaluate(claims, [record(1)], NOW)[0].parts
     assert (met.status, met.reason) == ("met", None)
-    path.write_text(path.read_text().replace("{kernels}", "{open(1)}"))
-    with pytest.raises(ResultsError, match="'X'"):
-        load_claims(path)
+    lacking = {name: value for name, value in METRICS.items() if name != "kernels"}
+    (untold,) = evaluate(claims, [record(1, metrics=lacking | {"step_ms": 8.0, "busy_ms": 0.0})], NOW)[
+        0
+    ].parts
+    assert untold.status == "unmet"  # what it says lacks a number, what it is does not
+    assert untold.reason == "its (unknown: run.kernels is None, no number) kernels take 0"
+    text = path.read_text()
+    for wrong in ("{open(1)}", "{kernels", "{}"):
+        path.write_text(text.replace("{kernels}", wrong))
+        with pytest.raises(ResultsError, match="'X'"):
+            load_claims(path)

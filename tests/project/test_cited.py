@@ -56,6 +56,11 @@ def test_a_table_says_who_holds_what_and_where_it_runs(written):
     assert written(page=page) == (0, page), "again changes nothing"
 
 
+def test_a_bar_in_a_title_opens_no_column(written):
+    _, page = written(known=KNOWN.replace("The third one", "a | b"))
+    assert r"| N03 | a \| b | elsewhere #3 | **none**: There are no widgets. |" in page
+
+
 def test_a_file_that_is_marked_as_a_whole_is_told_too(written):
     _, page = written(hold="import pytest\npytestmark = [pytest.mark.soak]\n" + HOLD)
     assert "[the first is held](test_hold.py) (GPU, soak)" in page
@@ -70,6 +75,9 @@ def test_a_file_that_is_marked_as_a_whole_is_told_too(written):
         (KNOWN + 'B05 = { title = "x", source = "y" }', "", "B05 has no test"),
         (KNOWN + "B05 = {", "", "no table"),
         (KNOWN + 'B01 = { title = "twice", source = "y" }', "", "no table"),
+        (KNOWN + 'B05 = { source = "y" }', "", "B05 of tests/cited.toml lacks a title or a source"),
+        (KNOWN + 'B05 = "x"', "", "B05 of tests/cited.toml lacks a title or a source"),
+        (KNOWN, "def test_(:", "test_hold.py"),
     ],
 )
 def test_what_does_not_add_up_is_an_error_and_writes_nothing(written, capsys, known, test, said):

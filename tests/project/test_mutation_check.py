@@ -105,6 +105,14 @@ def test_tests_that_fail_as_it_is_show_nothing(checked):
     assert status == 1 and "the tests do not pass as it is: tests/test_cutting.py::test_b32" in said
 
 
+def test_a_guard_that_lacks_a_field_is_an_error_that_names_it(script, tmp_path, capsys):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/mutations.toml").write_text('[trim]\nfile = "cglab/cutting.py"\n')
+    assert script.main(["--root", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "no check: trim of tests/mutations.toml: a field is missing or odd (KeyError('named'))" in told
+
+
 def test_an_unknown_guard_is_an_error_that_lists_them(checked):
     assert checked("trimming") == (1, "'trimming' is no guard; there are: trim\n")
 
