@@ -6,6 +6,7 @@ what `make` installs, with the `dev` extra in place of `sglang`.
 
 import re
 import tomllib
+from importlib.metadata import metadata
 
 import pytest
 import yaml
@@ -53,6 +54,16 @@ def test_python_is_one_version_everywhere(root, project, environment):
     assert f"on Python {version}," in (root / "constraints.txt").read_text()
     assert f"PYTHON ?= python{version} " in (root / "Makefile").read_text()
     assert f"python{version} -c" in (root / ".ci" / "run").read_text()
+
+
+def test_what_is_pinned_runs_on_every_python_of_the_range(project, pins):
+    """Debian's 3.11.2 is one of them: a release that wants a later patch cannot be installed there."""
+    first = f"{project['requires-python'].removeprefix('>=')}.0"
+    refused = {
+        f"{name}=={version}": asked for name, version in pins.items()
+        if (asked := metadata(name).get("Requires-Python")) and first not in SpecifierSet(asked)
+    }  # fmt: skip
+    assert not refused, "pin an older release (scripts/lock.py writes what is installed)"
 
 
 def test_pip_section_is_exactly_the_project_with_its_extra(environment, project):
