@@ -20,8 +20,14 @@ CUDA_ONLY = ("cuda-", "nvidia-", "sglang")
 
 
 def resolve() -> dict[str, str]:
-    """Name -> version of all that ``.[dev]`` needs with the pinned torch, as pip resolves it here and now."""
+    """Name -> version of all that ``.[dev]`` needs with the pinned torch, as pip resolves it here and now.
+
+    For the first patch release of this Python, so that what is pinned installs on every later one: some releases want
+    a later patch, and Debian's is 3.11.2.
+    """
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+    first = f"{sys.version_info.major}.{sys.version_info.minor}.0"
+    command += ["--python-version", first, "--only-binary", ":all:", "--target", "nowhere"]
     command += ["--report", "-", f"torch=={TORCH}", f"{ROOT}[dev]"]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     found = (item["metadata"] for item in report["install"])
