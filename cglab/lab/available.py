@@ -7,7 +7,10 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from cglab.lab.steps import PREFILLS, SIZES
-from cglab.lab.techniques import DRAFTING, SPARSE, technique
+from cglab.lab.techniques import DRAFTING, SPARSE, TECHNIQUES, technique
+from cglab.models.assistant import AssistantConfig
+from cglab.models.block_draft import BlockDraftConfig
+from cglab.models.drafts import DraftConfig
 
 Draft = Literal["assistant", "block", "nextn"]
 
@@ -35,6 +38,13 @@ HOW: Final[Mapping[str, str]] = MappingProxyType({
 """How to get what is missing, where there is a way."""
 
 
+def draft_kind(config: DraftConfig) -> Draft:
+    """The kind of a draft model of this shape."""
+    if isinstance(config, AssistantConfig):
+        return "assistant"
+    return "block" if isinstance(config, BlockDraftConfig) else "nextn"
+
+
 def unavailable(name: str, draft: Draft | None, *, latent: bool = False) -> str | None:
     """Why a technique cannot be toggled in a lab; None where it can.
 
@@ -59,6 +69,16 @@ def unavailable(name: str, draft: Draft | None, *, latent: bool = False) -> str 
         fits = draft in drafts[found.name] if found.name in drafts else found.name in SIZES
     how = f"; try {HOW[found.name]}" if found.name in HOW else ""
     return None if fits else f"needs {NEEDS[found.name]}{how}"
+
+
+def inert(draft: Draft | None, *, latent: bool) -> dict[str, str]:
+    """Why a toggle would change nothing in a lab, by its name; arguments as those of :func:`unavailable`.
+
+    Of a block draft the draft loop's toggle says how the draft itself is captured, though it has no loop to compare.
+    """
+    found = {name: unavailable(name, draft, latent=latent) for name in TECHNIQUES}
+    in_use = {"draft_loop"} if draft == "block" else set[str]()
+    return {name: why for name, why in found.items() if why is not None and name not in in_use}
 
 
 def in_load(name: str, draft: Draft | None) -> str | None:

@@ -95,11 +95,15 @@ class Drafting(NamedTuple):
             ToggleError: if it is another draft.
         """
         if not isinstance(self.model, Assistant):
-            kind, own = ("NextN layer", "draft_extend") if self.layer_kv else ("block draft", "draft_sampler")
-            raise ToggleError(
-                f"a {kind} has neither seed step nor draft loop; open the model with an assistant, such as "
-                f'draft="{RANDOM}", or use {own}'
+            kind, instead = (
+                ("NextN layer", "use draft_extend")
+                if self.layer_kv
+                else (
+                    "block draft",
+                    f'open the model with an assistant, such as draft="{RANDOM}", or use draft_sampler',
+                )
             )
+            raise ToggleError(f"a {kind} has neither seed step nor draft loop; {instead}")
         return self.model
 
     @property
@@ -164,8 +168,8 @@ def plan_draft(
     """Finds a draft for a target.
 
     Args:
-        name: as ``find_draft``, or ``random`` and ``random-block`` for an assistant and a block draft that fit any
-            target, and ``nextn`` for a NextN layer that fits any with latent attention; None for no draft.
+        name: as ``find_draft``, or one that is made to fit: ``random-block`` for any target, ``nextn`` for one with
+            latent attention, ``random``, an assistant, for one without; None for no draft.
         speculation: how much is drafted; None for three steps of one candidate, a whole block, or a NextN layer's
             token.
         target: shape of the model that it drafts for.
@@ -198,7 +202,8 @@ def plan_draft(
 def _fitting(name: str | Path, target: ModelConfig, block_size: int = BLOCK) -> DraftSource:
     """The draft of a name, which fits the target; one of random weights is made to, with blocks of this size."""
     if name == RANDOM:
-        return DraftSource(random_shape(target), None)
+        bound_layers(shape := random_shape(target), target)
+        return DraftSource(shape, None)
     if name == RANDOM_BLOCK:
         return DraftSource(random_block(target, block_size), None)
     if name == RANDOM_NEXTN:

@@ -44,7 +44,7 @@ class Lab:
     """One model on one device, with toggles; made by ``cglab.open``.
 
     Attributes:
-        captures: the toggles; a change takes effect with the next call.
+        captures: the toggles; a change takes effect with the next call, and one that could have none is refused.
         model, config, tokenizer: what was opened.
         weights: ``trained`` or ``random``.
         drafting: the draft model, and how much it drafts; None without one.
@@ -55,7 +55,7 @@ class Lab:
 
     def __init__(
         self, name: str | Path, source: ModelSource, layout: CacheLayout, *,
-        device: torch.device, dtype: torch.dtype, ops: str, buckets: Sequence[int] | None,
+        device: torch.device, dtype: torch.dtype, ops: str, captures: Captures, buckets: Sequence[int] | None,
         prefill_buckets: Sequence[int] | None, scheduling: SchedulerOptions, padding: bool, seed: int, debug: bool,
         draft: DraftPlan | None = None, bucket_floor: int | None = None, host_pages: int = 0,
     ) -> None:  # fmt: skip
@@ -63,7 +63,7 @@ class Lab:
         self.buckets = bucket_list(layout.rows - 1, sizes, explicit=buckets)
         self.prefill_buckets = prefill_sizes(scheduling.token_budget, prefill_buckets)
         self.name, self.device, self.dtype = str(name), device, dtype
-        self.captures, self.closing, self._closed = Captures(), list[Callable[[], object]](), False
+        self.captures, self.closing, self._closed = captures, list[Callable[[], object]](), False
         self.group = GraphGroup(device)
         self._before = self._memory()
         self.model, self.config, self.tokenizer, self.weights = load_model(

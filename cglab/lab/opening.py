@@ -13,8 +13,12 @@ from cglab.engine.batches import SchedulerOptions
 from cglab.engine.memory import CacheLayout
 from cglab.engine.speculation import Speculation
 from cglab.errors import InputError, ModelError
+from cglab.lab.available import draft_kind, inert
 from cglab.lab.drafting import plan_draft
 from cglab.lab.facade import Lab
+from cglab.lab.sparse_prefill import require_latent
+from cglab.lab.techniques import Captures
+from cglab.models.dsa_config import DsaConfig
 from cglab.models.loading import find_model
 from cglab.models.ops import check_ops
 
@@ -70,15 +74,16 @@ def open_lab(
             ``nextn`` for a model with latent attention, or a shape with random weights; None decodes plainly.
         speculation: how much is drafted; None for three steps of one candidate each, a block draft's whole block, or
             a NextN layer's one token.
-        bucket_floor: smallest prefill bucket in which parts of latent attention are recorded; None for S3's rule.
+        bucket_floor: smallest prefill bucket in which parts of latent attention are recorded, none if it is above the
+            largest; None for S3's rule.
         ops: ``portable`` or ``compiled``; None takes ``CGLAB_OPS``, else compiled on a GPU, portable on a CPU.
 
     Raises:
         ModelError: if there is no such model or draft, it is damaged, or the draft is another model's.
         DeviceError: if the device is not there.
-        ToggleError: for ops that the device cannot use.
-        InputError: for a dtype that weights cannot have, speculation without a draft, or a size that makes no sense:
-            before a weight is loaded.
+        ToggleError: for ops that the device cannot use, or a bucket floor of a model without latent attention.
+        InputError: for a dtype that weights cannot have, speculation without a draft, or a size or seed that makes no
+            sense: before a weight is loaded.
     """
     if name is not None and not isinstance(name, str | Path):
         raise ModelError(f"a model is named by a string or a path, not by {name!r}")
@@ -89,15 +94,19 @@ def open_lab(
         raise InputError(f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
     given = {
         "max_batch": max_batch, "max_context": max_context, "token_budget": token_budget, "cache_tokens": cache_tokens,
-        "host_tokens": host_tokens,
+        "host_tokens": host_tokens, "bucket_floor": bucket_floor,
     }  # fmt: skip
     for what, size in given.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and (type(size) is not int or size < 1):  # True is an int, and no size
             raise InputError(f"{what} must be a whole number of at least 1, got {size!r}")
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise InputError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
     defaults = CPU_SIZES if where.type == "cpu" else GPU_SIZES
     sizes = {what: given[what] or default for what, default in defaults.items()}
     name = name or settings.read_settings().model
     source = find_model(name)
+    if bucket_floor is not None:
+        require_latent(source.config, "bucket_floor")
     form = check_ops(settings.read_settings().ops if ops is None else ops, where, source.config)
     if host_tokens and (source.config.sliding_window or not prefix_reuse):
         raise InputError(
@@ -112,8 +121,11 @@ def open_lab(
         sizes["max_batch"], min(sizes["max_context"], source.config.max_position - ahead), PAGE_SIZE,
         tokens=cache_tokens, budget=sizes["token_budget"], window=source.config.sliding_window, lookahead=ahead,
     )  # fmt: skip
+    kind = None if plan is None else draft_kind(plan.source.config)
+    captures = Captures(inert(kind, latent=isinstance(source.config, DsaConfig)))
     return Lab(
-        name, source, layout, device=where, dtype=dtype, buckets=buckets, prefill_buckets=prefill_buckets,
+        name, source, layout, device=where, dtype=dtype, captures=captures,
+        buckets=buckets, prefill_buckets=prefill_buckets,
         scheduling=SchedulerOptions(sizes["token_budget"], prefix_reuse=prefix_reuse, mixed=mixed),
         padding=padding, seed=seed, debug=debug, ops=form, draft=plan,
         bucket_floor=bucket_floor, host_pages=-(-(host_tokens or 0) // PAGE_SIZE),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from cglab.errors import ToggleError
@@ -155,13 +156,18 @@ class Captures:
     """The toggles of a lab, as attributes: ``lab.captures.decode = "full"``.
 
     A bad name or value raises ToggleError and changes nothing. A technique that this version lacks reads None.
+
+    Args:
+        inert: why a toggle would change nothing, by its name; such a toggle keeps its default.
     """
 
     _values: dict[str, str]
+    _inert: Mapping[str, str]
 
-    def __init__(self) -> None:
+    def __init__(self, inert: Mapping[str, str] = MappingProxyType({})) -> None:
         values = {t.name: t.default for t in TECHNIQUES.values() if t.available}
         object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "_inert", inert)
 
     def __getattr__(self, name: str) -> str | None:
         if name.startswith("__"):
@@ -169,7 +175,10 @@ class Captures:
         return self._values.get(technique(name).name)
 
     def __setattr__(self, name: str, value: str) -> None:
-        self._values[name] = technique(name).check(value)
+        checked = technique(name).check(value)
+        if name in self._inert and checked != self._values[name]:  # what it is already may be put back
+            raise ToggleError(f"{name}={value!r} would change nothing here: it {self._inert[name]}")
+        self._values[name] = checked
 
     def as_dict(self) -> dict[str, str | None]:
         """All ten toggles."""

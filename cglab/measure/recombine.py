@@ -93,7 +93,7 @@ def step_points(records: Iterable[Record], model: str, arms: Sequence[str]) -> t
             continue
         if isinstance(step, float) and isinstance(busy, float) and isinstance(launches, float):
             batch, context = each.workload.get("batch"), each.workload.get("context")
-            if isinstance(batch, int) and isinstance(context, int):
+            if isinstance(batch, int) and isinstance(context, int) and step > 0 and batch > 0:  # both divide
                 found.append(StepPoint(each.arm, batch, context, step, busy, launches))
     return tuple(found)
 

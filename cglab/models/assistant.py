@@ -25,6 +25,7 @@ from cglab.models.body import Body, Portable
 from cglab.models.bound import Bound
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder, FeedForward
+from cglab.models.dsa_config import DsaConfig
 from cglab.models.fields import draft_fields
 from cglab.models.rotary import rotate
 
@@ -100,8 +101,13 @@ def bound_layers(config: AssistantConfig, target: ModelConfig) -> tuple[int, ...
     """The target's layer that each assistant layer asks: the last one of its kind.
 
     Raises:
-        ModelError: if the target has no layer of a kind, or its keys have other sizes.
+        ModelError: if the target has no layer of a kind, or its keys have other sizes or are latent.
     """
+    if isinstance(target, DsaConfig):
+        raise ModelError(
+            f"an assistant asks the target's keys and values, and {target.architecture} keeps latents; take another "
+            'draft, such as draft="nextn" or draft="random-block"'
+        )
     for name in ("vocab_size", "num_kv_heads", "head_dim"):
         ours, theirs = getattr(config, name), getattr(target, name)
         if ours != theirs:

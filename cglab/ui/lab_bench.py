@@ -14,7 +14,7 @@ from typing import Any, Final
 from cglab.engine.load import Load
 from cglab.errors import CaptureError, ClosedError
 from cglab.graphs.options import CaptureFailedWarning
-from cglab.lab.available import Draft, in_load, unavailable
+from cglab.lab.available import Draft, draft_kind, in_load, unavailable
 from cglab.lab.facade import Lab
 from cglab.lab.load_run import LoadRun
 from cglab.lab.steps import PREFILLS, size_name
@@ -137,11 +137,7 @@ class LabBench:
 
     @staticmethod
     def _draft(lab: Lab) -> Draft | None:
-        if lab.drafting is None:
-            return None
-        if lab.drafting.layer_kv is not None:
-            return "nextn"
-        return "assistant" if lab.drafting.feeder is None else "block"
+        return None if lab.drafting is None else draft_kind(lab.drafting.model.config)
 
     def _rows(self, name: str, workload: Workload) -> int:
         """Live rows of a technique's step."""

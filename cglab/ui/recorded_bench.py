@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from cglab.errors import ResultsError
 from cglab.lab.available import NEEDS
 from cglab.lab.comparison import Profile
 from cglab.lab.profiles import recorded_profile
@@ -50,6 +51,9 @@ class RecordedBench:
     Args:
         model: its name.
         folder: of the records; None takes ``results`` in the data folder.
+
+    Raises:
+        ResultsError: if no record has what a prediction is made of.
     """
 
     def __init__(self, model: str, folder: str | Path | None = None) -> None:
@@ -58,6 +62,11 @@ class RecordedBench:
         records = [each for bench in taken for each in bench.records if each.model == model]
         self._records = [each for each in records if each.workload.get("ops") == FORM and each.arm in ARMS]
         points = step_points(self._records, model, ARMS)
+        if not points:
+            raise ResultsError(
+                f"none of {len(self._records)} recorded decode steps of {model} tells its size, its time and its parts "
+                "(step_ms, busy_ms, launches), from which a step is predicted; record them with cglab bench decode"
+            )
         self._steps = Recombination(points, broken_host_ms(recorded("replay", folder).records, model))
         self._checks = check(self._steps)
         where = Recorded("decode", tuple(self._records)).where

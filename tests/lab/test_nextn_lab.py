@@ -93,7 +93,18 @@ def test_prefixes_come_back_from_host_memory(plain, draft):
             r"give Speculation\(steps=1\)",
         ),
         ("dsa-tiny", {"host_tokens": 64, "prefix_reuse": False}, InputError, "prefix_reuse=False"),
-        ("dsa-tiny", {"host_tokens": 0}, InputError, "host_tokens must be a whole number of at least 1"),
+        ("dsa-tiny", {"draft": "random"}, ModelError, "keeps latents; take another draft"),
+        ("dsa-tiny", {"draft": "pico-gqa-assistant"}, ModelError, "keeps latents; take another draft"),
+        ("pico-gqa", {"bucket_floor": 8}, ToggleError, "bucket_floor needs latent attention"),
+        *(
+            ("dsa-tiny", {name: wrong}, InputError, f"{name} must be a whole number of at least 1")
+            for name in ("host_tokens", "bucket_floor", "cache_tokens")
+            for wrong in (0, -1, True, 8.0, "8", float("nan"))
+        ),
+        *(
+            ("dsa-tiny", {"seed": wrong}, InputError, "seed must be a whole number from 0")
+            for wrong in (-1, True, "1", None, 2**63)
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_weight_is_loaded(monkeypatch, model, options, error, told):

@@ -168,9 +168,10 @@ def test_whole_steps_of_another_toggle_are_refused_and_not_left_out(lab):
 
 
 @pytest.mark.parametrize("name", sorted(ARMS))
-def test_without_a_draft_the_toggles_exist_and_their_runners_say_what_is_missing(name):
+def test_without_a_draft_the_toggles_and_their_runners_say_what_is_missing(name):
     with cglab.open("pico-gqa", **SIZES | {"max_batch": 1}) as lab:
-        setattr(lab.captures, name, "eager")
+        with pytest.raises(errors.ToggleError, match=f"{name}='eager' would change nothing here"):
+            setattr(lab.captures, name, "eager")
         for ask in (lab.runner, lambda **given: lab.compare(**given, arms=("eager", OTHERS[name]))):
             with pytest.raises(
                 errors.ToggleError, match=f"{name} needs a draft model .* open it with draft="

@@ -1,12 +1,15 @@
 """Recorded mode: the same panels, no device, predictions that are told from recordings."""
 
+from dataclasses import replace
+
 import pytest
 
+from cglab.errors import ResultsError
 from cglab.lab.recorded import recorded
 from cglab.measure.records import append
 from cglab.ui.controls import PLOTLY
 from cglab.ui.dashboard import Dashboard
-from cglab.ui.recorded_bench import RecordedBench, recorded_sources
+from cglab.ui.recorded_bench import ARMS, FORM, RecordedBench, recorded_sources
 from cglab.ui.sections import HEADINGS
 from cglab.ui.workspace import Workload, Workspace
 
@@ -97,3 +100,25 @@ def test_the_panels_are_those_of_a_lab_and_other_toggles_say_why_not():
 
 def test_no_records_are_no_source(tmp_path):
     assert recorded_sources(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("metrics", "step_ms", None),
+        ("metrics", "step_ms", 0.0),
+        ("metrics", "busy_ms", None),
+        ("metrics", "launches", None),
+        ("workload", "batch", 0),
+        ("workload", "context", "long"),
+    ],
+)
+def test_records_that_lack_what_a_prediction_is_made_of_say_so(tmp_path, part, name, value):
+    whole = next(
+        each for each in recorded("decode").records if each.arm in ARMS and each.workload.get("ops") == FORM
+    )
+    broken = replace(whole, **{part: {**getattr(whole, part), name: value}})
+    append(tmp_path / "broken.jsonl", [broken])
+    (opened,) = recorded_sources(tmp_path).values()
+    with pytest.raises(ResultsError, match="step_ms, busy_ms, launches"):
+        opened()
