@@ -183,9 +183,18 @@ class CudaRecorder:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def warm_up(self, function: Callable[[], Result]) -> Result:
-        """Runs the function on the capture stream (B02)."""
+        """Runs the function on the capture stream (B02).
+
+        Nothing of it is left running, not even where it fails: what it launched reads buffers that the next capture
+        resets on another stream.
+        """
         with explained(explain), self._on_stream():
-            result = function()
+            try:
+                result = function()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    self.synchronize()
+                raise
             self.synchronize()
         return result
 

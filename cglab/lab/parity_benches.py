@@ -143,6 +143,7 @@ def speculation(
     ops: Sequence[str] | None = None,
     topk: Sequence[int] = (1, 3),
     drafts: Sequence[str] = DRAFTS,
+    padding: Sequence[bool] = (True, False),
 ) -> Iterator[Record]:
     """Held-out prompts drafted and verified, in every form of the steps, against plain decoding and three oracles.
 
@@ -156,6 +157,7 @@ def speculation(
         ops: forms in which the models compute; None for all that the device can use.
         topk: candidates of a draft's steps, of 1 and 3.
         drafts: kinds of draft, of ``DRAFTS``; blocks have one candidate alone.
+        padding: whether steps are padded to buckets, or captured at every size.
 
     Yields:
         A record for each form, dtype and ops.
@@ -178,8 +180,13 @@ def speculation(
         raise InputError(f"{message}; there are {good}")
     forms = [
         form for form in FORMS
-        if (DRAFTS[form.block], form.topk) in asked and (not quick or (form.padding and "eager" not in form))
+        if (DRAFTS[form.block], form.topk) in asked and form.padding in padding
+        and (not quick or (form.padding and "eager" not in form))
     ]  # fmt: skip
+    if not forms:
+        raise InputError(
+            f"no form is left with padding in {tuple(padding)}; a quick run has padded ones only"
+        )
     for dtype, used in product(dtypes, _forms(ops, device)):
         checked = check_speculation(device, forms=forms, dtype=dtype, ops=used, progress=progress, **sizes)
         for form, found, accepted in checked:

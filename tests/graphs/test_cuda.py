@@ -10,6 +10,7 @@ import torch
 import cglab
 from cglab.errors import CaptureError, UnjoinedStreamError, UnsupportedOperationError
 from cglab.graphs.captured import Captured
+from cglab.graphs.cuda import capture_stream
 from cglab.graphs.cuda_pool import CudaPool
 from cglab.graphs.options import Options
 from cglab.graphs.recorders import recorder_for
@@ -125,6 +126,24 @@ def test_b15_after_any_failed_capture_its_pool_can_be_captured_into_again(cuda, 
     late.close()
     pool.close()
     assert pool.reserved_bytes == 0
+
+
+def test_p18_a_failed_capture_leaves_nothing_running_that_reads_what_the_next_one_resets(cuda):
+    """It failed on the capture's stream, and the next one resets its inputs on another."""
+    seen = torch.zeros(4, device=cuda)
+
+    def function(x):
+        seen.copy_(slowly(x, times=400))
+        raise RuntimeError("out of order")
+
+    captured = cglab.capture(function, slots={"x": cglab.Slot(pad=7.0)}, buckets=(4,), strict=True)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="out of order"):
+            captured.warm(x=torch.ones(4, device=cuda))
+        assert capture_stream(cuda).query()
+    torch.cuda.synchronize()
+    assert seen.eq(7.0).all()
+    captured.close()
 
 
 @pytest.mark.parametrize("waits", [True, False])
