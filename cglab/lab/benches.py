@@ -31,6 +31,7 @@ from cglab.lab.replay_bench import replay
 from cglab.lab.scheduler_bench import scheduler
 from cglab.lab.soak_bench import soak
 from cglab.lab.ttft_bench import ttft
+from cglab.lab.zoo_bench import zoo
 from cglab.measure.record import Record
 
 
@@ -117,6 +118,7 @@ BENCHES: Mapping[str, Bench] = {
         speculation,
     ),
     "soak": Bench("a fixed sequence of decode steps, many times from the same state: hashes, memory", soak),
+    "zoo": Bench("modules that nobody here wrote: the doctor's findings, what is captured, parity", zoo),
     "notebooks": Bench("every notebook under nbval, on the model of CGLAB_MODEL", suites.notebooks),
     "gpu-tests": Bench("the tests that need a CUDA device", suites.gpu_tests),
 }
