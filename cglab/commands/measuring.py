@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from cglab import settings
-from cglab.commands.bench_settings import read_settings_of
+from cglab.commands.bench_settings import read_settings_of, refuse_decided
 from cglab.commands.console import FAILS, HOLDS, Outcome, advance, note, progress_bar
 from cglab.errors import InputError
 from cglab.lab.benches import BENCHES
@@ -21,7 +21,7 @@ from cglab.measure.records import append
 def parity(options: Namespace) -> Outcome:
     """Captured against eager, for one technique or all of this version; status 1 if one differs."""
     device = settings.device()
-    names = [t.name for t in TECHNIQUES.values() if t.available] if options.all else [options.technique]
+    names = list(TECHNIQUES) if options.all else [options.technique]
     found = []
     for name in names:
         with progress_bar(options.cases, f"parity of {name}", "case") as bar:
@@ -44,6 +44,8 @@ def bench(options: Namespace) -> Outcome:
         known = "; ".join(f"{name} ({each.text})" for name, each in BENCHES.items())
         raise InputError(f"{options.name!r} is no bench; there are {known}")
     given = read_settings_of(chosen.run, options.set)
+    if options.quick:
+        refuse_decided(chosen.quick, given)
     folder = settings.read_settings().data / "results" if options.save else options.record
     records: list[Record] = []
     with progress_bar(None, options.name, "stage") as bar:

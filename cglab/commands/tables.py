@@ -21,11 +21,8 @@ def techniques(_options: Namespace) -> Outcome:
     """The ten techniques with their toggles, and what drives each in SGLang."""
     servers = sglang_rows()
     rows = [{**technique.as_dict(), "sglang": servers[technique.id]} for technique in TECHNIQUES.values()]
-    columns = ("id", "toggle", "values", "default", "text", "available")
-    shown = [
-        {**row, "values": ", ".join(row["values"]), "available": "yes" if row["available"] else row["reason"]}
-        for row in rows
-    ]
+    columns = ("id", "toggle", "values", "default", "text")
+    shown = [{**row, "values": ", ".join(row["values"])} for row in rows]
     table = text_table(columns, [[row[column] for column in columns] for row in shown])
     return Outcome(table, rows)
 

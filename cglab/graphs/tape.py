@@ -31,6 +31,7 @@ from cglab.errors import (
     UnsupportedOperationError,
 )
 from cglab.graphs import faults
+from cglab.graphs.capture_state import said_to_capture
 from cglab.graphs.out_forms import OutForm, out_form
 from cglab.graphs.places import place_of_error, place_of_stack
 from cglab.graphs.recorder import Pool, Result, Segment, TakeSeconds, explained
@@ -203,7 +204,13 @@ class TapeRecorder:
         def refuse(error: CaptureError) -> None:
             raise error.at(place_of_stack(sys._getframe()))
 
-        with explained(explain), torch.no_grad(), WriteJournal().recording(), HostReadWatch(refuse):
+        with (
+            explained(explain),
+            torch.no_grad(),
+            WriteJournal().recording(),
+            HostReadWatch(refuse),
+            said_to_capture(),
+        ):
             return function()
 
     @contextmanager
@@ -213,7 +220,7 @@ class TapeRecorder:
             raise InputError(f"the tape needs a pool of its own kind, not a {type(pool).__name__}")
         take = TapeTake(pool)
         try:
-            with explained(explain), torch.no_grad(), take:
+            with explained(explain), torch.no_grad(), said_to_capture(), take:
                 yield take
         except BaseException:
             take._nodes = []
