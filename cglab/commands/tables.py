@@ -12,7 +12,7 @@ from cglab.lab.techniques import TECHNIQUES
 from cglab.measure.claims import ClaimResult, evaluate, load_claims
 from cglab.measure.published import load_published
 from cglab.measure.record import Record
-from cglab.measure.records import load
+from cglab.measure.records import read
 from cglab.measure.tree import tree_hash
 from cglab.serving.toggles import rows as sglang_rows
 
@@ -83,7 +83,7 @@ def _records() -> tuple[Record, ...]:
     if not folder.exists():
         note(f"no results at {folder}; `cglab bench NAME --save` records some")
         return ()
-    found = load(folder)
+    found = read(folder)
     for problem in found.problems:
         note(f"not a record: {problem}")
     return found.records

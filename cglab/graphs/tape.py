@@ -139,7 +139,8 @@ class TapeTake(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.name == "aten::lift_fresh":
             self.notes["a Python number was baked in as a tensor"] += 1
-        self.journal.before(written_tensors(func, args, kwargs))
+        written = written_tensors(func, args, kwargs)
+        self.journal.before(written)
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         owned = {leaf.untyped_storage()._cdata for leaf in inputs}
         result = func(*args, **kwargs)
@@ -155,7 +156,7 @@ class TapeTake(TorchDispatchMode):
         for i in fresh:
             block = self.pool.empty_strided(leaves[i].shape, leaves[i].stride(), leaves[i].dtype)
             blocks.append(block.copy_(leaves[i]))
-        mutates = func._schema.is_mutable
+        mutates = func._schema.is_mutable or bool(written)
         if (fresh or mutates) and not _leaves_memory_unset(func):
             frozen_args, frozen_kwargs = tree_map_only(Tensor, self.alias, (args, kwargs))
             node = Node(func, frozen_args, frozen_kwargs, [self.alias(block) for block in blocks])
