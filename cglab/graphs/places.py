@@ -17,7 +17,8 @@ _TORCH = str(Path(torch.__file__).resolve().parent)
 _STANDARD = sysconfig.get_path("stdlib")
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's, Python's nor the recorder's."""
     inside = filename.startswith((_RECORDER, _TORCH, "<frozen", "<string>", "<__array_function__"))
     return not inside and not (filename.startswith(_STANDARD) and "site-packages" not in filename)
 
@@ -29,7 +30,7 @@ def _place(filename: str, line: int, function: str) -> Place:
 def place_of_stack(frame: FrameType | None) -> Place | None:
     """The innermost line of the user's code at or above ``frame``."""
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
@@ -44,5 +45,5 @@ def _walk(traceback: TracebackType | None) -> Iterator[tuple[str, int, str]]:
 
 def place_of_error(error: BaseException) -> Place | None:
     """The innermost line of the user's code that ``error`` passed through."""
-    users = [step for step in _walk(error.__traceback__) if _is_users(step[0])]
+    users = [step for step in _walk(error.__traceback__) if is_users(step[0])]
     return _place(*users[-1]) if users else None
