@@ -9,6 +9,7 @@ refuses is told as well. Its writes to outside memory are undone; Python state t
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_with_path
 
-from cglab.errors import CaptureError
+from cglab.errors import CaptureError, Place
 from cglab.graphs.address import closed_over
 from cglab.graphs.backends import BACKENDS
 from cglab.graphs.doctor_compare import baked
@@ -27,6 +28,7 @@ from cglab.graphs.doctor_stand_ins import Streams, on_cpu
 from cglab.graphs.doctor_state import State, lines_that_change, reached
 from cglab.graphs.doctor_watch import Run, watched
 from cglab.graphs.keys import ShapeKey
+from cglab.graphs.places import place_of_line
 from cglab.graphs.recorders import recorder_for
 from cglab.graphs.selfcheck import Vary, vary_rows
 from cglab.graphs.writes import WriteJournal
@@ -104,7 +106,7 @@ class _Patient:
         if changed.entries:
             found += self.mutations(changed)
         if not any(finding.refused for finding in found):
-            found += self.recorded(written)
+            found += self.recorded(written, len(second.steps))
         return Report(_in_order(found), tuple(notes), len(second.steps))
 
     def run(
@@ -160,7 +162,7 @@ class _Patient:
             for name, place in found
         ]
 
-    def recorded(self, written: list[Tensor]) -> list[Finding]:
+    def recorded(self, written: list[Tensor], at: int) -> list[Finding]:
         """What the recorder of the device refuses, if anything: told after the fact, by the user's line."""
         saved = [(whole, whole.clone()) for whole in written]
 
@@ -178,12 +180,18 @@ class _Patient:
                     ShapeKey(1), lambda: self.function(*self.args, **self.inputs), after_warmup=undo
                 )
         except CaptureError as error:
-            return [Finding.of_error(error, error.place, 0)]
+            return [Finding.of_error(error, error.place or self.beginning(), at)]
         finally:
             undo()
             backend.close()
             pool.close()
         return []
+
+    def beginning(self) -> Place | None:
+        """The first line of the function, for what no line of it is to blame for alone."""
+        function = getattr(self.function, "forward", self.function)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        return place_of_line(code, code.co_firstlineno) if code else None
 
 
 def _escape(run: Run, at: int) -> Finding:

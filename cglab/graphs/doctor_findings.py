@@ -17,6 +17,9 @@ EFFECTS = {
     "NewInputError": "the capture fails here, or every replay reads what the host held at capture",
     "UnsupportedOperationError": "the capture fails here, or records what no replay can repeat",
     "UnjoinedStreamError": "the capture fails: what that stream does is neither ordered nor recorded",
+    "OutputStructureError": "cglab.capture refuses it: such a result can neither be kept nor cut",
+    "EmptyCaptureError": "nothing is captured, and a replay returns the same values for ever",
+    "CaptureError": "the capture fails here, with an error of the function's own",
     "CaptureMemoryError": "the capture fails here: memory ran out",
     "BakedValue": "the capture succeeds, and every replay computes with the value of the capture",
     "BakedBranch": "the capture succeeds, and every replay takes the path of the capture",
@@ -68,8 +71,8 @@ class Finding:
     def of_error(cls, error: CaptureError, place: Place | None, at: int) -> Finding:
         """What a capture refuses with ``error``."""
         kind = type(error).__name__
-        effect = EFFECTS.get(kind, "the capture fails here")
-        return cls(kind, error.operation or "", place, error.summary, effect, error.advice or "", at)
+        effect = EFFECTS.get(kind, EFFECTS["CaptureError"])
+        return cls(kind, error.operation or "capture", place, error.summary, effect, error.advice or "", at)
 
     @classmethod
     def unseen(cls, kind: str, operation: str, place: Place | None, fact: str, at: int) -> Finding:
@@ -97,8 +100,14 @@ class Finding:
         return {"kind": self.kind, "operation": self.operation, **where, **said}
 
     def __str__(self) -> str:
-        where = self.place or "a line that is in no file of yours"
-        return f"{self.kind} at {where}\n  {self.fact} ({self.operation})\n  {self.effect}\n  next step: {self.advice}"
+        where = self.place or "no line of yours"
+        said = [
+            f"{self.kind} at {where}",
+            f"{self.fact} ({self.operation})",
+            self.effect,
+            f"next step: {self.advice}",
+        ]
+        return "\n  ".join(said)
 
 
 @dataclass(frozen=True, slots=True)

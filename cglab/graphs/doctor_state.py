@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cglab.errors import Place
 from cglab.graphs.breaks import capturing
-from cglab.graphs.places import is_users, place_of_stack
+from cglab.graphs.places import is_users, place_of_line
 
 MOST_ENTRIES = 20_000
 """Entries that are looked at; a function that reaches more is looked at in part, and that is told."""
@@ -74,9 +74,9 @@ def reached(roots: Mapping[str, Any]) -> State:
         "torch's seed": torch.initial_seed,
     }
     seen: set[int] = set()
-    waiting = list(roots.items())[::-1]
+    waiting = deque(roots.items())  # what is near comes first
     while waiting and len(entries) < MOST_ENTRIES:
-        name, value = waiting.pop()
+        name, value = waiting.popleft()
         if id(value) in seen or isinstance(value, (*_PLAIN, Tensor, type, ModuleType)):
             continue
         seen.add(id(value))
@@ -87,6 +87,21 @@ def reached(roots: Mapping[str, Any]) -> State:
     return State(entries, not waiting)
 
 
+def tensors_within(value: Any) -> Iterator[Tensor]:
+    """Tensors in an object, however deep, of Python's containers and of the user's classes."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting and len(seen) < MOST_ENTRIES:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif id(item) not in seen and not isinstance(
+            item, (*_PLAIN, type, ModuleType, FunctionType, MethodType)
+        ):
+            seen.add(id(item))
+            waiting += [inner for _, _, inner in _parts(item)]
+
+
 def _parts(value: Any) -> Iterator[Part]:
     """What one object leads to."""
     if isinstance(value, MethodType):
@@ -94,7 +109,7 @@ def _parts(value: Any) -> Iterator[Part]:
         yield "", None, value.__self__
     elif isinstance(value, FunctionType):
         yield from _of_function(value)
-    elif isinstance(value, MutableMapping):
+    elif isinstance(value, dict):
         yield from _of_table(value, "[{!r}]")
     elif isinstance(value, list | tuple | set | deque):
         yield " (length)", partial(len, value), None
@@ -139,7 +154,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
-def _of_table(table: MutableMapping[Any, Any], form: str, skip: tuple[str, ...] = ()) -> Iterator[Part]:
+def _of_table(table: dict[Any, Any], form: str, skip: tuple[str, ...] = ()) -> Iterator[Part]:
     yield " (length)", partial(len, table), None
     for key, item in list(table.items()):
         if key not in skip:
@@ -153,8 +168,8 @@ def _token(value: Any) -> Any:
     return (type(value), value) if isinstance(value, _PLAIN) else id(value)
 
 
-def _entry(table: Mapping[Any, Any], key: Any) -> Any:
-    return _token(table.get(key))
+def _entry(table: dict[Any, Any], key: Any) -> Any:
+    return _token(dict.get(table, key))  # not what a class of the user's makes of it
 
 
 def _held(cell: CellType) -> Any:
@@ -177,28 +192,31 @@ def _is_of_users(kind: type) -> bool:
     return is_users(getattr(module, "__file__", None) or "")
 
 
-def lines_that_change(function: Callable[[], Any], state: State) -> list[tuple[str, Place | None]]:
-    """Runs ``function`` and says where each entry of ``state`` changes first; what breaks change is live, and fine.
+def lines_that_change(function: Callable[[], Any], state: State) -> list[tuple[str, Place]]:
+    """Runs ``function`` and says where each entry of ``state`` changes first.
+
+    What breaks change is live, and fine; so is what changes before the first line of the user's.
 
     Returns:
         Name and the user's line, in order of execution.
     """
     now = state.look()
-    found: dict[str, Place | None] = {}
-    last: tuple[Place | None, bool] = (None, True)
+    found: dict[str, Place] = {}
+    line: tuple[CodeType, int] | None = None
+    live = True
 
     def settle() -> None:
         for name in state.changed(now):
             now[name] = state.entries[name]()
-            if last[1]:
-                found.setdefault(name, last[0])
+            if live and line is not None:
+                found.setdefault(name, place_of_line(*line))
 
     def look(frame: FrameType, *_event: Any) -> Any:
-        nonlocal last
+        nonlocal line, live
         if not is_users(frame.f_code.co_filename):
             return None
         settle()
-        last = place_of_stack(frame), capturing()
+        line, live = (frame.f_code, frame.f_lineno), capturing()
         return look
 
     before = sys.gettrace()

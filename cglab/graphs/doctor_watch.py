@@ -23,6 +23,7 @@ from cglab.graphs.breaks import Aside, Body, Inline, capturing, staged
 from cglab.graphs.doctor_findings import Finding
 from cglab.graphs.doctor_refusals import host_copy, is_default, pinning, unpinned, unregistered
 from cglab.graphs.doctor_stand_ins import Streams, names_cuda, on_cpu, unjoined
+from cglab.graphs.doctor_state import tensors_within
 from cglab.graphs.places import place_of_stack
 from cglab.graphs.refusals import HostReadWatch, refusal
 from cglab.graphs.streams import StreamWatch, install
@@ -113,7 +114,7 @@ class Run:
 
     def survivors(self, output: Any) -> list[int]:
         """Indices of operations whose results are alive though the run is over and they are not in its output."""
-        returned = {leaf.untyped_storage().data_ptr() for leaf in filter(_has_memory, tree_iter(output))}
+        returned = {leaf.untyped_storage().data_ptr() for leaf in filter(_has_memory, tensors_within(output))}
         alive = {
             made.at
             for address, made in self.made.items()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
@@ -17,10 +18,16 @@ _TORCH = str(Path(torch.__file__).resolve().parent)
 _STANDARD = sysconfig.get_path("stdlib")
 
 
+@functools.cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither torch's, Python's nor the recorder's."""
     inside = filename.startswith((_RECORDER, _TORCH, "<frozen", "<string>", "<__array_function__"))
     return not inside and not (filename.startswith(_STANDARD) and "site-packages" not in filename)
+
+
+def place_of_line(code: CodeType, line: int) -> Place:
+    """A line of a function, from 1 on in its file."""
+    return _place(code.co_filename, line, code.co_name)
 
 
 def _place(filename: str, line: int, function: str) -> Place:

@@ -255,6 +255,18 @@ HAZARDS = {
                 return x * self.scale
         step = Step()
         """,
+    "a result that cannot be looked into": """
+        class Result:
+            pass
+        def step(x):  #! OutputStructureError
+            result = Result()
+            result.doubled = x * 2
+            return result
+        """,
+    "a step that does nothing on the device": """
+        def step(x):  #! EmptyCaptureError
+            return x
+        """,
     "a sparse tensor": """
         def step(x):
             return torch.eye(2).to_sparse().to_dense() + x  #! UnsupportedOperationError
@@ -278,7 +290,7 @@ def planted(tmp_path, source):
 
 
 @pytest.mark.parametrize("name", HAZARDS)
-def test_a_planted_hazard_is_found_at_its_line_and_nothing_else(tmp_path, name):
+def test_b01_b04_b05_b06_b09_a_planted_hazard_is_found_at_its_line_and_nothing_else(tmp_path, name):
     scope, file, wanted = planted(tmp_path, HAZARDS[name])
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     report = cglab.doctor(scope["step"], x=x)
