@@ -32,10 +32,12 @@ from cglab.errors import (
 )
 from cglab.graphs import faults
 from cglab.graphs.capture_state import said_to_capture
+from cglab.graphs.graph_nodes import GraphNode
 from cglab.graphs.out_forms import OutForm, out_form
 from cglab.graphs.places import place_of_error, place_of_stack
 from cglab.graphs.recorder import Pool, Result, Segment, TakeSeconds, explained
 from cglab.graphs.refusals import HostReadWatch, refusal
+from cglab.graphs.tape_nodes import nodes_of_tape
 from cglab.graphs.tape_pool import TapePool
 from cglab.graphs.writes import WriteJournal, written_tensors
 
@@ -56,6 +58,12 @@ class Node:
     kwargs: dict[str, Any]
     targets: list[Tensor]
     out: OutForm | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the operator; ``(copied)`` where no ``out=`` form could be used."""
+        copied = self.out is None and self.targets
+        return f"{self.func._schema.name} (copied)" if copied else str(self.func._schema.name)
 
     def run(self) -> None:
         """Runs the operation again, into the same memory."""
@@ -88,11 +96,12 @@ class TapeSegment:
                 node.run()
 
     def operations(self) -> list[str]:
-        """Operator names in order; ``(copied)`` where no ``out=`` form could be used."""
-        return [
-            node.func._schema.name + ("" if node.out is not None or not node.targets else " (copied)")
-            for node in self._nodes
-        ]
+        """Operator names in order."""
+        return [node.name for node in self._nodes]
+
+    def graph(self) -> list[GraphNode]:
+        """See ``nodes_of_tape``."""
+        return nodes_of_tape(self._nodes)
 
     def close(self) -> None:
         """Drops nodes and pool."""

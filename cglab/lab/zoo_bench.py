@@ -25,7 +25,8 @@ from cglab.graphs.breaks import Aside, eager_break, staged
 from cglab.graphs.capture import CapturedFunction, capture
 from cglab.graphs.capture_state import said_to_capture
 from cglab.graphs.coverage import Coverage
-from cglab.graphs.doctor import Finding, doctor
+from cglab.graphs.doctor import doctor
+from cglab.graphs.doctor_findings import Finding
 from cglab.graphs.slots import Slot
 from cglab.lab import transformers_arm
 from cglab.lab.step_metrics import Progress, silent
@@ -203,9 +204,9 @@ def zoo(
 
 
 def _told(finding: Finding) -> str:
-    """Kind, effect and line, without the folder of this machine."""
+    """Kind, fact and line, without the folder of this machine."""
     place = "" if finding.place is None else f" ({Path(finding.place.file).name}, line {finding.place.line})"
-    return f"{finding.kind}: {finding.effect}{place}"
+    return f"{finding.kind}: {finding.fact}{place}"
 
 
 def _record(name: str, specimen: Specimen, found: Examined, device: torch.device, run: str) -> Record:
