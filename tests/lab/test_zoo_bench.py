@@ -8,6 +8,8 @@ from cglab.errors import InputError, NotInstalledError, OutputStructureError, Un
 from cglab.lab import transformers_arm, zoo_bench
 from cglab.lab.zoo import SPECIMENS, Specimen
 from cglab.lab.zoo_bench import Capture, examine, zoo
+from cglab.lab.zoo_table import Zoo
+from cglab.measure.records import append
 
 CPU = torch.device("cpu")
 PARTLY = {"mixtral-loop": Capture.WITH_BREAKS}
@@ -96,6 +98,21 @@ def test_the_bench_records_each_module_with_what_was_found():
     )
     assert refused["captured"] == "refused" and "nested tensor" in refused["refusal"] and refused["next_step"]
     assert all(record.notes == "captured on the tape" for record in records)
+
+
+def test_the_table_has_the_newest_run_with_what_stops_a_whole_capture(tmp_path):
+    assert Zoo().text(tmp_path) == Zoo.not_yet
+    for names in (["encoder"], ["encoder-masked", "unet-block", "mixtral-loop"]):
+        append(tmp_path / "zoo.jsonl", zoo(CPU, modules=names))
+    where, _, _, _, *lines = Zoo().text(tmp_path).splitlines()
+    assert "captured on the tape" in where
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[:3] + row[4:5] for row in cells] == [
+        ["encoder-masked", "torch", "refused", "-"],
+        ["unet-block", "torch", "whole", "bitwise"],
+        ["mixtral-loop", "transformers", "with breaks (2)", "bitwise"],
+    ]
+    assert "nested tensor" in cells[0][5] and cells[1][5] == "-" and cells[2][5].startswith("HostReadError")
 
 
 def test_quick_is_of_torch_alone_and_an_unknown_name_lists_the_good_ones():
