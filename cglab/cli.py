@@ -200,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("published", "tables:published", "what the source documents measured")
 
-    doctor = add("doctor", "examine:examine", "what would break a capture, and the fix", as_json=False)
+    doctor = add("doctor", "examine:examine", "what would break a capture, and the fix")
     doctor.add_argument(
         "target", metavar="FILE:FUNCTION",
         help="a function without arguments, or FILE defines example_inputs(): a tuple or a dict of inputs",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cglab import settings
-from cglab.commands.bench_settings import read_settings_of
+from cglab.commands.bench_settings import read_settings_of, refuse_decided
 from cglab.commands.console import FAILS, HOLDS, Outcome, advance, note, progress_bar, text_table
 from cglab.errors import InputError
 from cglab.lab.benches import BENCHES
@@ -48,18 +48,7 @@ def _matrix(device: torch.device, cases: int, plant: str | None) -> Outcome:
             planned, not_run, cases=cases, plant=plant,
             progress=lambda each: advance(bar, f"parity of {each.technique}, {each.recorder}, {each.ops}"),
         )  # fmt: skip
-    columns = (
-        "technique",
-        "backend",
-        "form",
-        "recorder",
-        "padding",
-        "ops",
-        "captured",
-        "verdict",
-        "drift",
-        "bound",
-    )
+    columns = "technique backend form recorder padding ops captured verdict drift bound".split()
     lines = [text_table(columns, [_matrix_cells(row) for row in found.rows])]
     lines += [str(row) for row in found.rows if row.detail]
     lines += ["not run:", *(f"  {text}" for text in _reasons(found.not_run))] if found.not_run else []
@@ -95,6 +84,8 @@ def bench(options: Namespace) -> Outcome:
         known = "; ".join(f"{name} ({each.text})" for name, each in BENCHES.items())
         raise InputError(f"{options.name!r} is no bench; there are {known}")
     given = read_settings_of(chosen.run, options.set)
+    if options.quick:
+        refuse_decided(chosen.quick, given)
     folder = settings.read_settings().data / "results" if options.save else options.record
     records: list[Record] = []
     with progress_bar(None, options.name, "stage") as bar:
