@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 
 class Reason(Enum):
@@ -64,21 +64,9 @@ class Miss:
         return f"{self.reason.name.lower()}: {self.reason.value}" + (f" ({self.facts})" if self.facts else "")
 
 
-class LastStep(NamedTuple):
-    """How the latest step ran.
-
-    Attributes:
-        order: greater for a later step, of all coverages of the process.
-        label: the key that was replayed, or the name of the reason for running eager.
-        size: rows of the bucket; 0 for an eager step.
-        live: live rows.
-    """
-
-    order: int
-    label: str
-    size: int
-    live: int
-
+LatestStep = tuple[int, str, int, int]
+"""How a step ran: its order among all steps of the process, the key that was replayed or the name of the reason for
+running eager, rows of the bucket (0 for an eager step), and live rows. A bare tuple, as every replay makes one."""
 
 _order = count()
 
@@ -104,7 +92,7 @@ class Coverage:
     misses: Counter[str] = field(default_factory=Counter)
     last_facts: dict[str, str] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
-    latest: LastStep | None = field(default=None, compare=False, repr=False)
+    latest: LatestStep | None = field(default=None, compare=False, repr=False)
 
     def hit(self, key: str, size: int, live: int) -> None:
         """Counts one replay of ``key`` with ``live`` of its ``size`` rows in use."""
@@ -112,14 +100,14 @@ class Coverage:
         self.live_rows[key] += live
         self.live_sizes[live] += 1
         self.sizes[key] = size
-        self.latest = LastStep(next(_order), key, size, live)
+        self.latest = (next(_order), key, size, live)
 
     def miss(self, miss: Miss, live: int) -> None:
         """Counts one eager step of ``live`` rows."""
         self.live_sizes[live] += 1
         self.misses[miss.reason.name] += 1
         self.last_facts[miss.reason.name] = miss.facts
-        self.latest = LastStep(next(_order), miss.reason.name, 0, live)
+        self.latest = (next(_order), miss.reason.name, 0, live)
 
     @property
     def captured(self) -> int:

@@ -83,8 +83,8 @@ class StepTimes:
         ]
         if not ran:  # a stage of a pipeline, say, whose runners are elsewhere
             return
-        latest, mode, runner = max(ran, key=lambda each: each[0].order)
-        group = Group(runner.technique, mode, latest.label, latest.size, latest.live)
+        (_, label, size, live), mode, runner = max(ran, key=lambda each: each[0])
+        group = Group(runner.technique, mode, label, size, live)
         spent = self._spent.setdefault(group, Spent())
         spent.steps += 1
         tried = len(runner.captured.ledger) + len(runner.captured.failures)
