@@ -30,7 +30,9 @@ def workload_coverage(result: WorkloadCoverage) -> go.Figure:
     ):
         made.add_bar(
             x=[None if share is None else 100 * share for share in shares], y=names, orientation="h", name=name,
-            marker={"color": code}, row=1, col=1, hovertemplate=f"%{{y}}: %{{x:.3g}} % {name}<extra></extra>",
+            marker={"color": code}, row=1, col=1, cliponaxis=False, textposition="outside",
+            text=["" if share is None else f"{100 * share:.3g} %" for share in shares],
+            hovertemplate=f"%{{y}}: %{{x:.3g}} % {name}<extra></extra>",
         )  # fmt: skip
     timed = [each for each in result.costs if each.seconds is not None]
     made.add_bar(
