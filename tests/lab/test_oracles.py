@@ -82,7 +82,7 @@ def test_a_plant_is_taken_out_again():
 
 def test_latent_attention_where_it_is_not_checked_is_refused():
     for options in ({"name": "verify", "latent": True}, {"name": "dsa_attention", "windowed": True}):
-        with pytest.raises(ToggleError, match="without these are decode, dsa_attention, dsa_indexer_prep"):
+        with pytest.raises(ToggleError, match="without these are decode, pp_prefill, dsa_attention, dsa_indexer_prep"):
             check_technique(cases=1, device=CPU, **options)
 
 
