@@ -26,6 +26,7 @@ _HOMES = {
     "doctor": "cglab.graphs.doctor:doctor",
     "eager_break": "cglab.graphs.breaks:eager_break",
     "errors": "cglab.errors",
+    "load_ipython_extension": "cglab.ui.magic:load_ipython_extension",  # for %load_ext cglab
     "notebook": "cglab.notebook",
     "open": "cglab.lab:open_lab",
 }
@@ -42,6 +43,7 @@ __all__ = [
     "doctor",
     "eager_break",
     "errors",
+    "load_ipython_extension",
     "notebook",
     "open",
 ]

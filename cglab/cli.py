@@ -145,8 +145,14 @@ def _parser() -> argparse.ArgumentParser:
     parity = add("parity", "measuring:parity", "captured against eager, on random batches")
     which = parity.add_mutually_exclusive_group(required=True)
     which.add_argument("--technique", metavar="NAME", help="one technique, by its toggle's name")
-    which.add_argument("--all", action="store_true", help="every technique of this version")
-    parity.add_argument("--cases", type=_count, default=100, metavar="N", help="how many (default: 100)")
+    which.add_argument(
+        "--all",
+        action="store_true",
+        help="every technique, backend, recorder, padding and form of ops; 1: corrupted",
+    )
+    parity.add_argument(
+        "--cases", type=_count, default=100, metavar="N", help="of a technique (default: 100)"
+    )
     parity.add_argument("--plant", metavar="NAME", help="break one guard on purpose; 1 means caught")
 
     bench = add("bench", "measuring:bench", "measures one bench, arms in turns")
@@ -194,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("published", "tables:published", "what the source documents measured")
 
-    doctor = add("doctor", "examine:examine", "what would break a capture, and the fix", as_json=False)
+    doctor = add("doctor", "examine:examine", "what would break a capture, and the fix")
     doctor.add_argument(
         "target", metavar="FILE:FUNCTION",
         help="a function without arguments, or FILE defines example_inputs(): a tuple or a dict of inputs",

@@ -8,12 +8,14 @@ nbval compares the cells that are marked as checked, on a CPU and on a GPU alike
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from cglab import settings
 from cglab.errors import InputError
 from cglab.models.sources import shipped_drafts
+from cglab.ui.magic import load_ipython_extension
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Bench:
 
 
 def setup() -> Bench:
-    """Prepare a notebook: read the settings, choose the device, and style the plots.
+    """Prepare a notebook: read the settings, choose the device, style the plots, and bring ``%%cglab_doctor``.
 
     Prints one line, the same on every machine; the machine's own facts are in the returned value.
 
@@ -62,6 +64,9 @@ def setup() -> Bench:
     chosen = settings.read_settings()
     bench = Bench(device=str(settings.device(chosen)), model=chosen.model, data=chosen.data)
     register_template()
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+        load_ipython_extension(shell)
     print("cglab is ready: settings read, device chosen, plots styled")
     return bench
 

@@ -44,7 +44,8 @@ def examine(options: Namespace) -> Outcome:
             f"{name} itself fails on these inputs: {_told(error, path)}; give inputs that it runs on"
         ) from error
     text = f"{name} in {path}: {report}" if report.healthy else str(report)
-    return Outcome(text, status=HOLDS if report.healthy else FAILS)
+    value = {"target": options.target, **report.as_value()}
+    return Outcome(text, value, HOLDS if report.healthy else FAILS)
 
 
 def _load(path: Path) -> ModuleType:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
@@ -17,9 +18,16 @@ _TORCH = str(Path(torch.__file__).resolve().parent)
 _STANDARD = sysconfig.get_path("stdlib")
 
 
-def _is_users(filename: str) -> bool:
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's, Python's nor the recorder's."""
     inside = filename.startswith((_RECORDER, _TORCH, "<frozen", "<string>", "<__array_function__"))
     return not inside and not (filename.startswith(_STANDARD) and "site-packages" not in filename)
+
+
+def place_of_line(code: CodeType, line: int) -> Place:
+    """A line of a function, from 1 on in its file."""
+    return _place(code.co_filename, line, code.co_name)
 
 
 def _place(filename: str, line: int, function: str) -> Place:
@@ -29,7 +37,7 @@ def _place(filename: str, line: int, function: str) -> Place:
 def place_of_stack(frame: FrameType | None) -> Place | None:
     """The innermost line of the user's code at or above ``frame``."""
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
@@ -44,5 +52,5 @@ def _walk(traceback: TracebackType | None) -> Iterator[tuple[str, int, str]]:
 
 def place_of_error(error: BaseException) -> Place | None:
     """The innermost line of the user's code that ``error`` passed through."""
-    users = [step for step in _walk(error.__traceback__) if _is_users(step[0])]
+    users = [step for step in _walk(error.__traceback__) if is_users(step[0])]
     return _place(*users[-1]) if users else None

@@ -81,7 +81,7 @@ def notebooks(
 
     Args:
         device: where they run.
-        quick: only the tour.
+        quick: only the tour, unless others are named.
         progress: called once.
         names: beginnings of the names of those wanted, such as ``00``; all of them by default.
 
@@ -94,14 +94,18 @@ def notebooks(
             raise InputError(f"no notebook is called {name}...; good names begin one of {', '.join(known)}")
     wanted = [name for name in known if not names or name.startswith(tuple(names))]
     progress("notebooks under nbval")
-    paths = [f"{FOLDER.name}/{name}" for name in (wanted[:1] if quick else wanted)]
+    paths = [f"{FOLDER.name}/{name}" for name in (wanted[:1] if quick and not names else wanted)]
     options = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=300"]
     rules = "--nbval-sanitize-with=tests/notebooks/sanitize.cfg"
     return _record("notebooks", [*paths, *options, rules], device)
 
 
 def gpu_tests(
-    device: torch.device, *, quick: bool = False, progress: Callable[[str], None] = lambda _: None
+    device: torch.device,
+    *,
+    quick: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+    only: str = "",
 ) -> list[Record]:
     """The tests that need a CUDA device.
 
@@ -109,12 +113,13 @@ def gpu_tests(
         device: where they run.
         quick: only those of the recording layer.
         progress: called once.
+        only: an expression over their names, as pytest's ``-k`` takes it; the record tells it in its command.
     """
     progress("tests that need a CUDA device")
     layers = ("graphs",) if quick else ("graphs", "models", "runners", "engine", "measure", "lab")
     # Most of the time goes into starting processes and capturing, so a few workers share a device well.
     workers = ["-n", "6"] if find_spec("xdist") else []
     # By name as they end, so that a run that is cut short has told what failed.
-    return _record(
-        "gpu-tests", ["-v", "-v", "-m", "gpu", *workers, *(f"tests/{layer}" for layer in layers)], device
-    )
+    chosen = ["-k", only] if only else []
+    paths = (f"tests/{layer}" for layer in layers)
+    return _record("gpu-tests", ["-v", "-v", "-m", "gpu", *chosen, *workers, *paths], device)

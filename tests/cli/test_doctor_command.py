@@ -1,5 +1,7 @@
 """``cglab doctor FILE:FUNCTION``: where the function comes from, what it is called with, what is said."""
 
+import json
+
 import pytest
 
 SOURCE = """
@@ -55,6 +57,17 @@ def test_the_first_refusal_its_line_and_its_fix(ask, file, more):
     assert status == 1
     assert out.startswith(f"1. HostReadError at {path}:{line} in reads: if x.sum().item() > 0:")
     assert "next step:" in out and "eager_break" in out
+
+
+def test_json_has_the_findings_and_the_same_status(ask, file):
+    path = file(TUPLE)
+    status, out, _ = ask("doctor", f"{path}:reads", "--json")
+    value = json.loads(out)
+    assert (status, value["target"], value["healthy"]) == (1, f"{path}:reads", False)
+    assert [each["kind"] for each in value["findings"]] == ["HostReadError"]
+    assert value["findings"][0]["file"] == str(path) and value["findings"][0]["advice"]
+    status, out, _ = ask("doctor", f"{path}:careful", "--json")
+    assert (status, json.loads(out)["findings"]) == (0, [])
 
 
 def test_a_module_is_a_function_too(ask, file):

@@ -1,0 +1,501 @@
+"""Planted hazards: each function says in a comment which kinds are to be found at which line, and nowhere else."""
+
+import ctypes
+import json
+import re
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import cglab
+from cglab.graphs.breaks import capturing
+from cglab.graphs.doctor_findings import ADVICE, EFFECTS
+
+HEAD = """
+import ctypes
+import random
+import time
+import numpy as np
+import torch
+import cglab
+from torch import nn
+"""
+
+HAZARDS = {
+    "b05 a length is read in a loop": """
+        def step(x):
+            for _ in range(int(x[0, 0])):  #! HostReadError
+                x = x * 2
+            return x
+        """,
+    "b04 a boolean mask": """
+        def step(x):
+            return x[x > 0].sum()  #! DynamicShapeError
+        """,
+    "a branch on a tensor": """
+        def step(x):
+            if (x > 2).any():  #! HostReadError
+                return x * 2
+            return x + 1
+        """,
+    "a value on the host, used later": """
+        def step(x):
+            scale = x.sum().item()  #! HostReadError
+            y = x * 2
+            return y * scale
+        """,
+    "nonzero": """
+        def step(x):
+            return x.nonzero().sum()  #! DynamicShapeError
+        """,
+    "a list made a tensor": """
+        def step(x):
+            return x + torch.tensor([1.0, 2.0])  #! NewInputError
+        """,
+    "an array made a tensor": """
+        def step(x):
+            bias = torch.from_numpy(np.ones(2, dtype=np.float32))  #! NewInputError
+            return x + bias
+        """,
+    "resize": """
+        def step(x):
+            return x.clone().resize_(2)  #! UnsupportedOperationError
+        """,
+    "b06 pinned in the step": """
+        staging = torch.ones(2, 2)
+        def step(x):
+            pinned = staging.pin_memory()  #! UnsupportedOperationError
+            return x + pinned
+        """,
+    "an unpinned copy": """
+        table = torch.ones(2, 2)
+        def step(x):
+            return x + table.to("cuda", non_blocking=True)  #! NewInputError
+        """,
+    "an unpinned copy by cuda()": """
+        table = torch.ones(2, 2)
+        def step(x):
+            y = x * 2
+            return y + table.cuda()  #! NewInputError
+        """,
+    "a generator of one's own": """
+        mine = torch.Generator()
+        def step(x):
+            noise = torch.rand(2, 2, generator=mine)  #! UnsupportedOperationError
+            return x + noise
+        """,
+    "a generator of one's own, in place": """
+        mine = torch.Generator()
+        def step(x):
+            return x.clone().normal_(generator=mine)  #! UnsupportedOperationError
+        """,
+    "reseeded": """
+        def step(x):
+            torch.manual_seed(0)  #! MutatedState
+            return x + torch.rand_like(x)
+        """,
+    "b09 a side stream that is not joined": """
+        def step(x):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())  #! UnjoinedStreamError
+            with torch.cuda.stream(side):
+                y = x * 2
+            return x + 1
+        """,
+    "a foreign stream": """
+        def step(x):
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):  #! UnjoinedStreamError
+                y = x * 2
+            return x + 1
+        """,
+    "a foreign stream is waited for": """
+        side = None
+        def step(x):
+            other = torch.cuda.Stream()
+            torch.cuda.current_stream().wait_stream(other)  #! UnjoinedStreamError
+            return x + 1
+        """,
+    "the device is waited for": """
+        def step(x):
+            y = x * 2
+            torch.cuda.synchronize()  #! HostReadError
+            return y
+        """,
+    "an event is waited for": """
+        def step(x):
+            y = x * 2
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()  #! HostReadError
+            return y
+        """,
+    "a number drawn by Python": """
+        def step(x):
+            return x * random.random()  #! MutatedState
+        """,
+    "a number drawn by NumPy": """
+        def step(x):
+            y = x + 1
+            return y * float(np.random.rand())  #! MutatedState
+        """,
+    "a clock": """
+        def step(x):
+            return x * time.perf_counter_ns()  #! BakedValue
+        """,
+    "a value that no operation shows": """
+        def step(x):
+            first = ctypes.c_float.from_address(x.data_ptr()).value  #! BakedAddress
+            return x * first  #! BakedValue
+        """,
+    "a branch that no operation shows": """
+        def step(x):
+            first = ctypes.c_float.from_address(x.data_ptr()).value  #! BakedAddress
+            if first == 1:
+                return x * 2  #! BakedBranch
+            return x.add(1)
+        """,
+    "a shape that no operation shows": """
+        def step(x):
+            first = ctypes.c_float.from_address(x.data_ptr()).value  #! BakedAddress
+            rows = 1 + (first == 1)
+            y = x * 3
+            return y[:rows]  #! BakedValue
+        """,
+    "a counter": """
+        calls = 0
+        def step(x):
+            global calls
+            calls += 1  #! MutatedState
+            return x + 1
+        """,
+    "a counter in an object that decides": """
+        class Step(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.calls = 0
+            def forward(self, x):
+                self.calls = 1 - self.calls  #! MutatedState
+                if self.calls:
+                    return x * 2  #! BakedBranch
+                return x + 1
+        step = Step()
+        """,
+    "a counter that scales": """
+        class Step:
+            calls = 0
+            def __call__(self, x):
+                y = x * self.calls  #! BakedValue
+                self.calls += 1  #! MutatedState
+                return y
+        step = Step()
+        """,
+    "a list that grows": """
+        seen = []
+        def step(x):
+            y = x * 2
+            seen.append("one")  #! MutatedState
+            return y
+        """,
+    "a list that keeps tensors": """
+        seen = []
+        def step(x):
+            seen.append(x * 2)  #! MutatedState EscapedTensor
+            return x + 1
+        """,
+    "a tensor kept for the next call": """
+        class Step(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = torch.zeros(2, 2)
+            def forward(self, x):
+                y = x + self.last  #! MovedInput
+                z = y * 2  #! EscapedTensor
+                self.last = z  #! MutatedState
+                return y
+        step = Step()
+        """,
+    "an input that is made anew for each call": """
+        class Feed:
+            def __init__(self):
+                self.kept = []
+            def next(self):
+                self.kept.append(torch.ones(2, 2))
+                return self.kept[-1]
+        feed = Feed()
+        @cglab.eager_break
+        def refill():
+            state["now"] = feed.next()
+        state = {}
+        def step(x):
+            refill()
+            return x + state["now"]  #! MovedInput
+        """,
+    "an address is read": """
+        def step(x):
+            address = x.data_ptr()  #! BakedAddress
+            return x + address % 2
+        """,
+    "b01 a cache made by the first call": """
+        cache = {}
+        def step(x):
+            if "table" not in cache:
+                cache["table"] = torch.arange(4.0).view(2, 2)  #! LazyInitialisation
+            return x + cache["table"]
+        """,
+    "a first call that only sets up": """
+        class Step(nn.Module):
+            ready = False
+            def forward(self, x):
+                if not self.ready:
+                    self.scale = torch.ones(2).mul_(3)  #! LazyInitialisation
+                    self.ready = True
+                return x * self.scale
+        step = Step()
+        """,
+    "a result that cannot be looked into": """
+        class Result:
+            pass
+        def step(x):  #! OutputStructureError
+            result = Result()
+            result.doubled = x * 2
+            return result
+        """,
+    "a step that does nothing on the device": """
+        def step(x):  #! EmptyCaptureError
+            return x
+        """,
+    "a sparse tensor": """
+        def step(x):
+            return torch.eye(2).to_sparse().to_dense() + x  #! UnsupportedOperationError
+        """,
+}
+
+
+def planted(tmp_path, source):
+    """The function, the file, and the (line, kind) pairs that its comments announce."""
+    text = HEAD + textwrap.dedent(source)
+    file = tmp_path / "planted.py"
+    file.write_text(text)
+    scope = {"__name__": "planted"}
+    exec(compile(text, str(file), "exec"), scope)
+    wanted = {
+        (number, kind)
+        for number, line in enumerate(text.splitlines(), 1)
+        for kind in re.findall(r"\w+", line.partition("#!")[2])
+    }
+    return scope, str(file), wanted
+
+
+@pytest.mark.parametrize("name", HAZARDS)
+def test_b01_b04_b05_b06_b09_a_planted_hazard_is_found_at_its_line_and_nothing_else(tmp_path, name):
+    scope, file, wanted = planted(tmp_path, HAZARDS[name])
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    report = cglab.doctor(scope["step"], x=x)
+    assert {(each.place.line, each.kind) for each in report.findings} == wanted, str(report)
+    assert {each.place.file for each in report.findings} == {file}
+    assert all(each.effect and each.advice and each.fact and each.operation for each in report.findings)
+
+
+CLEAN = {
+    "dropout by the default generator": """
+        layer = nn.Dropout(0.5)
+        def step(x):
+            return layer(x)
+        """,
+    "batch norm in training": """
+        step = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        """,
+    "attention": """
+        step = nn.TransformerEncoderLayer(2, 1, 4, batch_first=True)
+        """,
+    "a recurrent layer": """
+        layer = nn.LSTM(2, 3)
+        def step(x):
+            y, (h, c) = layer(x)
+            return y, h
+        """,
+    "a cache that is written in place": """
+        cache = torch.zeros(8, 2)
+        count = torch.zeros((), dtype=torch.int64)
+        def step(x):
+            cache.index_copy_(0, count + torch.arange(2), x)
+            count.add_(2)
+            return cache.sum(0)
+        """,
+    "b09 streams that fork and join": """
+        def step(x):
+            main, side, third = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                y = x * 2
+                third.wait_event(side.record_event())
+            with torch.cuda.stream(third):
+                z = x + 1
+            side.wait_stream(third)
+            main.wait_stream(side)
+            return y + z
+        """,
+    "the device named": """
+        def step(x):
+            y = x.to("cuda").cuda()
+            return y + torch.ones(2, device="cuda") + torch.arange(2.0, device=torch.device("cuda"))
+        """,
+    "all that is forbidden, in a break": """
+        class Counter:
+            steps = 0
+        counter, seen = Counter(), []
+        @cglab.eager_break
+        def count(x):
+            counter.steps += int(x.sum())
+            seen.append(x.nonzero())
+            torch.cuda.synchronize()
+            return torch.from_numpy(np.array([random.random(), float(counter.steps)], dtype=np.float32))
+        def step(x):
+            return x + count(x * 2)
+        """,
+    "branches on what never changes": """
+        class Step(nn.Module):
+            def __init__(self, deep):
+                super().__init__()
+                self.deep, self.sizes = deep, {"rows": 2, "names": ["a", "b"]}
+            def forward(self, x):
+                if self.deep and x.shape[0] > 1 and x.dtype == torch.float32:
+                    x = x * len(self.sizes["names"])
+                return x.view(self.sizes["rows"], -1)
+        step = Step(True)
+        """,
+    "buffers made once, before": """
+        class Step(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("table", torch.arange(4.0).view(2, 2))
+                self.out = torch.zeros(2, 2)
+            def forward(self, x):
+                self.out.copy_(x * self.table)
+                self.last = self.out
+                return self.out
+        step = Step()
+        """,
+    "scalars that stay": """
+        scale, bias = 0.5, float("nan")
+        def step(x):
+            for power in range(3):
+                x = x * scale ** power + 1 / (1 + power)
+            return torch.nan_to_num(x + bias).clamp(-1.0, max=2)
+        """,
+    "a fixed share of what a branch would choose": """
+        def step(x):
+            top = x.flatten().topk(3)
+            return torch.where(x > top.values[-1], x, x.new_zeros(())), x.nonzero_static(size=3)
+        """,
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_function_is_healthy(tmp_path, name):
+    scope, _, _ = planted(tmp_path, CLEAN[name])
+    report = cglab.doctor(scope["step"], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert report.healthy and not report.notes, str(report)
+    assert report.operations > 0
+
+
+def test_there_are_thirty_hazards_and_ten_clean_functions_and_every_silent_kind_is_planted():
+    planted_kinds = {
+        kind
+        for source in HAZARDS.values()
+        for line in source.splitlines()
+        for kind in line.partition("#!")[2].split()
+    }
+    assert len(HAZARDS) >= 30 and len(CLEAN) >= 10
+    assert set(ADVICE) <= planted_kinds <= set(EFFECTS)
+
+
+def test_a_report_is_json_with_the_users_line(tmp_path):
+    scope, file, wanted = planted(tmp_path, HAZARDS["b04 a boolean mask"])
+    value = json.loads(json.dumps(cglab.doctor(scope["step"], torch.ones(2, 2)).as_value()))
+    (found,) = value["findings"]
+    assert not value["healthy"] and value["notes"] == []
+    assert (found["file"], {(found["line"], found["kind"])}) == (file, wanted)
+    assert found["function"] == "step" and found["code"].startswith("return x[x > 0]")
+
+
+def test_a_function_that_fails_on_other_values_is_examined_all_the_same_and_says_so():
+    seen = []
+
+    def step(x):
+        seen.append(1)
+        if ctypes.c_float.from_address(x.data_ptr()).value != 1:
+            raise ValueError("ones only")
+        return x * 2
+
+    report = cglab.doctor(step, torch.ones(2))
+    assert {each.kind for each in report.findings} == {"MutatedState", "BakedAddress"}
+    assert len(report.notes) == 1 and "ValueError: ones only" in report.notes[0]
+
+
+def test_inputs_state_and_generators_are_as_before():
+    mine, weight = torch.Generator().manual_seed(3), torch.ones(2)
+    x = torch.zeros(2)
+
+    def step(x):
+        weight.mul_(2)
+        x.add_(torch.rand(2, generator=mine) + torch.rand(2))
+        return x
+
+    before = (mine.get_state(), torch.get_rng_state())
+    report = cglab.doctor(step, x)
+    assert [each.kind for each in report.findings] == ["UnsupportedOperationError"]
+    assert weight.tolist() == [1, 1] and x.tolist() == [0, 0]
+    assert torch.equal(mine.get_state(), before[0]) and torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_torch_is_left_as_it_was_when_the_function_fails():
+    before = {name: getattr(torch.cuda, name) for name in ("Stream", "Event", "stream", "synchronize")}
+    tracer = sys.gettrace()
+
+    def step(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        cglab.doctor(step, torch.ones(2))
+    assert all(getattr(torch.cuda, name) is value for name, value in before.items())
+    assert sys.gettrace() is tracer and not capturing()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        "b05 a length is read in a loop",
+        "b04 a boolean mask",
+        "a branch on a tensor",
+        "nonzero",
+        "b09 a side stream that is not joined",
+        "the device is waited for",
+        "an unpinned copy",
+        "a counter",
+        "a list that keeps tensors",
+    ],
+)
+def test_a_planted_hazard_is_found_on_a_gpu_too(tmp_path, name):
+    scope, _, wanted = planted(tmp_path, HAZARDS[name])
+    report = cglab.doctor(scope["step"], torch.tensor([[1.0, 2.0], [3.0, 4.0]], device="cuda"))
+    assert {(each.place.line, each.kind) for each in report.findings} == wanted, str(report)
+
+
+@pytest.mark.gpu
+def test_a_failure_of_a_real_capture_is_explained_after_the_fact():
+    event = torch.cuda.Event()
+
+    def step(x):
+        y = x * 2
+        torch.cuda.current_stream().query()
+        event.synchronize()
+        return y
+
+    report = cglab.doctor(step, torch.ones(2, device="cuda"))
+    assert [each.kind for each in report.findings] == ["HostReadError"]
+    assert report.findings[0].place.function == "step"
