@@ -64,6 +64,7 @@ class Run:
     """What one run did.
 
     Attributes:
+        inputs: addresses of the memory that the function is given.
         steps: its operations in order, those of breaks left out.
         findings: what a capture would refuse, in order, once for each kind and line.
         until: how many operations came before the host first learned something of the device: what comes later may
@@ -73,7 +74,7 @@ class Run:
         drawn: the state that generators of the user's had before they were drawn from.
     """
 
-    inputs: set[int]
+    inputs: set[int] = field(default_factory=set)
     steps: list[Step] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     until: int | None = None
@@ -205,7 +206,7 @@ class _Operations(TorchDispatchMode):
 
     def _refusals(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[CaptureError]:
         leaves = list(tree_iter((args, kwargs)))
-        if self._device.type == "cpu" or any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
+        if self._device.type == "cpu" or any(map(_of_gpu, leaves)):
             error = refusal(func, args, kwargs) or host_copy(func, args, kwargs)
             if error is not None:
                 yield error
@@ -252,6 +253,12 @@ class _Calls(HostReadWatch):
 
 def _has_memory(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
+
+
+def _of_gpu(value: object) -> bool:
+    """Whether it is a tensor on a GPU, or names one."""
+    device = value.device if isinstance(value, Tensor) else value
+    return isinstance(device, torch.device) and device.type == "cuda"
 
 
 def _told(value: Any) -> str:
