@@ -13,10 +13,13 @@ SIDE_BY_SIDE = --numprocesses=$(WORKERS) --dist=loadfile
 SERVERS = .venv-sglang
 SERVERS_STAMP = $(if $(CGLAB_SGLANG_PYTHON),,$(SERVERS)/.installed)
 
+# What asks about vulnerabilities has packages of its own, which are no part of what it asks about.
+AUDIT = .venv-audit
+
 # $(call LIMIT,SECONDS) before a command ends it after that time, where coreutils' timeout exists.
 LIMIT = $(if $(shell command -v timeout),timeout --foreground --kill-after=30 $(1))
 
-.PHONY: help demo lab test test-sglang notebooks refresh check soak
+.PHONY: help demo lab test test-sglang notebooks refresh check soak audit
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -51,6 +54,9 @@ soak: $(STAMP) ## the exhaustive and long tests, and guards taken away
 	$(call LIMIT,14400) $(BIN)/python -m pytest --timeout=7200 -m soak
 	$(call LIMIT,3600) $(BIN)/python scripts/mutation_check.py
 
+audit: $(AUDIT)/bin/pip-audit ## ask the network for known vulnerabilities of all that is pinned
+	$(call LIMIT,600) $(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off --requirement constraints.txt
+
 # $(call NEW_VENV,FOLDER) makes an environment. A half-made one has no pip and is made anew.
 define NEW_VENV
 @test -x $(1)/bin/pip || { \
@@ -75,3 +81,7 @@ $(SERVERS)/.installed: pyproject.toml
 	$(call NEW_VENV,$(SERVERS))
 	$(call LIMIT,600) $(SERVERS)/bin/python -m pip install --no-compile --editable '.[sglang]'
 	@touch $@
+
+$(AUDIT)/bin/pip-audit:
+	$(call NEW_VENV,$(AUDIT))
+	$(call LIMIT,600) $(AUDIT)/bin/python -m pip install 'pip-audit>=2.9,<3'

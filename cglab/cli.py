@@ -145,8 +145,14 @@ def _parser() -> argparse.ArgumentParser:
     parity = add("parity", "measuring:parity", "captured against eager, on random batches")
     which = parity.add_mutually_exclusive_group(required=True)
     which.add_argument("--technique", metavar="NAME", help="one technique, by its toggle's name")
-    which.add_argument("--all", action="store_true", help="every technique of this version")
-    parity.add_argument("--cases", type=_count, default=100, metavar="N", help="how many (default: 100)")
+    which.add_argument(
+        "--all",
+        action="store_true",
+        help="every technique, backend, recorder, padding and form of ops; 1: corrupted",
+    )
+    parity.add_argument(
+        "--cases", type=_count, default=100, metavar="N", help="of a technique (default: 100)"
+    )
     parity.add_argument("--plant", metavar="NAME", help="break one guard on purpose; 1 means caught")
 
     bench = add("bench", "measuring:bench", "measures one bench, arms in turns")

@@ -44,6 +44,23 @@ def read_settings_of(bench: Callable[..., Any], words: Sequence[str]) -> dict[st
     return found
 
 
+def refuse_decided(decided: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Stops a quick run whose settings would have no effect, and whose record's command would say otherwise.
+
+    Args:
+        decided: settings that a quick run decides itself.
+        given: those that were set.
+
+    Raises:
+        InputError: naming the first of both.
+    """
+    if idle := [name for name in decided if name in given]:
+        raise InputError(
+            f"{idle[0]} would have no effect: a quick run of this bench decides {', '.join(decided)}; "
+            f"leave --quick or {idle[0]} out"
+        )
+
+
 def _kind(hint: Any) -> tuple[type, bool]:
     """What a value is, and whether there may be several; None beside it is what leaving it out means."""
     options = [each for each in get_args(hint) if each is not type(None)]

@@ -12,7 +12,7 @@ from cglab.lab.techniques import TECHNIQUES
 from cglab.measure.claims import ClaimResult, evaluate, load_claims
 from cglab.measure.published import load_published
 from cglab.measure.record import Record
-from cglab.measure.records import load
+from cglab.measure.records import read
 from cglab.measure.tree import tree_hash
 from cglab.serving.toggles import rows as sglang_rows
 
@@ -21,11 +21,8 @@ def techniques(_options: Namespace) -> Outcome:
     """The ten techniques with their toggles, and what drives each in SGLang."""
     servers = sglang_rows()
     rows = [{**technique.as_dict(), "sglang": servers[technique.id]} for technique in TECHNIQUES.values()]
-    columns = ("id", "toggle", "values", "default", "text", "available")
-    shown = [
-        {**row, "values": ", ".join(row["values"]), "available": "yes" if row["available"] else row["reason"]}
-        for row in rows
-    ]
+    columns = ("id", "toggle", "values", "default", "text")
+    shown = [{**row, "values": ", ".join(row["values"])} for row in rows]
     table = text_table(columns, [[row[column] for column in columns] for row in shown])
     return Outcome(table, rows)
 
@@ -86,7 +83,7 @@ def _records() -> tuple[Record, ...]:
     if not folder.exists():
         note(f"no results at {folder}; `cglab bench NAME --save` records some")
         return ()
-    found = load(folder)
+    found = read(folder)
     for problem in found.problems:
         note(f"not a record: {problem}")
     return found.records

@@ -19,6 +19,7 @@ from cglab.graphs.captured import Captured
 from cglab.graphs.constants import ambient, snapshot
 from cglab.graphs.coverage import Coverage, Miss, Reason
 from cglab.graphs.options import Options
+from cglab.graphs.recorded_graph import RecordedGraph
 from cglab.graphs.slots import Slot
 from cglab.graphs.writes import WriteJournal
 
@@ -161,9 +162,13 @@ class CapturedFunction:
         """Milliseconds and bytes of each captured bucket."""
         return self._captured.memory() if self._captured else []
 
-    def inspect(self, size: int) -> list[str]:
-        """What was recorded for a bucket, in order."""
-        return self._captured.inspect(size) if self._captured else []
+    def inspect(self, size: int) -> RecordedGraph:
+        """What was recorded for a bucket: lines in order, a table, a picture; nothing before the first call.
+
+        Raises:
+            BucketError: for a size that was not recorded.
+        """
+        return self._captured.inspect(size) if self._captured else RecordedGraph(self.name, (), ())
 
     @property
     def failures(self) -> dict[str, str]:

@@ -28,6 +28,7 @@ from cglab.graphs.keys import ShapeKey
 from cglab.graphs.ledger import CaptureCost
 from cglab.graphs.options import Options, note_eager_size
 from cglab.graphs.outputs import LiveView, Stored, handles_of, trimmed
+from cglab.graphs.recorded_graph import RecordedGraph, recorded_graph
 from cglab.graphs.recorder import Pool, Recorder
 from cglab.graphs.recorders import recorder_for
 from cglab.graphs.recordings import Prepare, Recordings
@@ -220,12 +221,9 @@ class Captured:
             return self.trim(output, fit.live, fit.key.size)
 
     def run_eager(
-        self,
-        miss: Miss,
-        values: Mapping[str, Tensor | None],
-        live: int,
+        self, miss: Miss, values: Mapping[str, Tensor | None], live: int,
         function: Callable[..., Any] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The plain function, or the one that this call asks for, on the live inputs; the reason is counted."""
         self._require_open()
         kept = self.buffers.state(values, live)
@@ -251,9 +249,11 @@ class Captured:
         """One row per captured bucket: milliseconds and bytes."""
         return [cost.as_row() for cost in self.ledger]
 
-    def inspect(self, size: int) -> list[str]:
-        """What was recorded for a bucket, in order."""
-        return [line for step in self.recordings.steps_of(size) for line in step.operations()]
+    def inspect(self, size: int) -> RecordedGraph:
+        """What was recorded for a bucket: lines in order, a table, a picture; see ``Recordings.steps_of``."""
+        return recorded_graph(
+            f"{self.name} {self.options.backend}, bucket {size}", self.recordings.steps_of(size)
+        )
 
     @property
     def captured_sizes(self) -> list[int]:

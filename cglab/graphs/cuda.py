@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_iter
 from cglab.errors import CaptureError, ClosedError, InputError
 from cglab.graphs import faults
 from cglab.graphs.cuda_errors import explain
+from cglab.graphs.cuda_nodes import count_nodes, nodes_of_graph
 from cglab.graphs.cuda_pool import CudaPool
+from cglab.graphs.graph_nodes import GraphNode
 from cglab.graphs.recorder import Pool, Result, Segment, TakeSeconds, explained, seen_alike
 from cglab.graphs.streams import StreamWatch, install
 
@@ -50,6 +52,11 @@ class CudaSegment:
     def operations(self) -> list[str]:
         """The number of nodes; kernel names are in a trace."""
         return [f"graph of {self.nodes if self.nodes is not None else '?'} nodes"]
+
+    def graph(self) -> list[GraphNode]:
+        """The driver's nodes; the segment as one where the driver's Python bindings are not installed."""
+        told = nodes_of_graph(self.address)
+        return [GraphNode(0, "graph", self.operations()[0])] if told is None else told
 
     def close(self) -> None:
         """Destroys the graph."""
@@ -254,16 +261,6 @@ def heal(stream: torch.cuda.Stream) -> None:
         graph.reset()
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize(stream.device)
-
-
-def count_nodes(graph: torch.cuda.CUDAGraph) -> int | None:
-    """Nodes of a kept graph, or None without the driver's Python bindings."""
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return None
-    error, _, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.raw_cuda_graph()))
-    return int(count) if int(error) == 0 else None
 
 
 class _FaultMode(TorchDispatchMode):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cglab.errors import PoolBusyError
+from cglab.graphs.graph_nodes import GraphNode
 
 Result = TypeVar("Result")
 
@@ -36,6 +37,10 @@ class Segment(Protocol):
 
     def operations(self) -> list[str]:
         """What was recorded, in order; empty where the recorder cannot list it."""
+        ...
+
+    def graph(self) -> list[GraphNode]:
+        """The same as nodes with edges, numbered from 0."""
         ...
 
     def close(self) -> None:

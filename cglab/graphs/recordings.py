@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from cglab.errors import CaptureError, CaptureMemoryError
+from cglab.errors import BucketError, CaptureError, CaptureMemoryError
 from cglab.graphs.backends import BACKENDS
 from cglab.graphs.breaks import BreakCall
 from cglab.graphs.buffers import StaticBuffers
@@ -199,7 +199,15 @@ class Recordings:
         return self._backend.replay(key)
 
     def steps_of(self, size: int) -> tuple[Segment | BreakCall, ...]:
-        """The recorded segments and breaks of a bucket, in order of replay."""
+        """The recorded segments and breaks of a bucket, in order of replay.
+
+        Raises:
+            BucketError: for a size that was not recorded.
+        """
+        if not self.can_run(self.key(size)):
+            raise BucketError(
+                f"{self.name} has no recording of size {size}; it has {self.sizes or 'none yet'}"
+            )
         return self._backend.artifact(self.key(size)).steps
 
     @property

@@ -78,7 +78,7 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture
             else ("the shape of the result depends on data")
         )
         return DynamicShapeError(what, operation=name, advice=DYNAMIC_ADVICE)
-    if name == "aten::lift_fresh" and args[0].dim() > 0:
+    if name == "aten::lift_fresh" and args[0].dim() > 0 and args[0].numel():  # what is empty is not copied
         return NewInputError(
             f"a tensor of shape {tuple(args[0].shape)} is made from Python data inside the function",
             operation="torch.tensor",

@@ -7,7 +7,8 @@ are compared bit by bit; then all is put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from cglab.errors import SelfCheckError
+from cglab.graphs.breaks import Aside, staged
+from cglab.graphs.capture_state import said_to_capture
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.out_forms import same_bits
 from cglab.graphs.writes import WriteJournal
@@ -91,7 +94,7 @@ def _differences(
             view.copy_(before[name])
         _seed(seed, device)
 
-    with torch.no_grad(), WriteJournal().recording() as journal:
+    with _as_captured() as journal:
         eager()
         written = journal.storages
     # The run above only told what is written. Replay comes before the run that it is compared with: a write that
@@ -103,12 +106,19 @@ def _differences(
     for whole, value in undo:
         whole.copy_(value)
     from_the_start()
-    with torch.no_grad(), WriteJournal().recording():
+    with _as_captured():
         # Copied before the writes are undone: an output may be memory that the function writes.
         expected = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_flatten(eager())[0]]
         stale = sum(not torch.equal(whole, value) for whole, value in zip(written, replayed, strict=True))
     wrong = [f"output {i}" for i, (g, e) in enumerate(zip(got, expected, strict=True)) if not _equal(g, e)]
     return [*wrong, f"{stale} buffer(s) that the function writes"] if stale else wrong
+
+
+@contextmanager
+def _as_captured() -> Iterator[WriteJournal]:
+    """An eager run of what was recorded: code that asks whether it is captured computes as it did then."""
+    with torch.no_grad(), staged(Aside()), said_to_capture(), WriteJournal().recording() as journal:
+        yield journal
 
 
 def _seed(seed: int, device: torch.device) -> None:

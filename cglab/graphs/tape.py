@@ -31,10 +31,13 @@ from cglab.errors import (
     UnsupportedOperationError,
 )
 from cglab.graphs import faults
+from cglab.graphs.capture_state import said_to_capture
+from cglab.graphs.graph_nodes import GraphNode
 from cglab.graphs.out_forms import OutForm, out_form
 from cglab.graphs.places import place_of_error, place_of_stack
 from cglab.graphs.recorder import Pool, Result, Segment, TakeSeconds, explained
 from cglab.graphs.refusals import HostReadWatch, refusal
+from cglab.graphs.tape_nodes import nodes_of_tape
 from cglab.graphs.tape_pool import TapePool
 from cglab.graphs.writes import WriteJournal, written_tensors
 
@@ -55,6 +58,12 @@ class Node:
     kwargs: dict[str, Any]
     targets: list[Tensor]
     out: OutForm | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the operator; ``(copied)`` where no ``out=`` form could be used."""
+        copied = self.out is None and self.targets
+        return f"{self.func._schema.name} (copied)" if copied else str(self.func._schema.name)
 
     def run(self) -> None:
         """Runs the operation again, into the same memory."""
@@ -87,11 +96,12 @@ class TapeSegment:
                 node.run()
 
     def operations(self) -> list[str]:
-        """Operator names in order; ``(copied)`` where no ``out=`` form could be used."""
-        return [
-            node.func._schema.name + ("" if node.out is not None or not node.targets else " (copied)")
-            for node in self._nodes
-        ]
+        """Operator names in order."""
+        return [node.name for node in self._nodes]
+
+    def graph(self) -> list[GraphNode]:
+        """See ``nodes_of_tape``."""
+        return nodes_of_tape(self._nodes)
 
     def close(self) -> None:
         """Drops nodes and pool."""
@@ -129,7 +139,8 @@ class TapeTake(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.name == "aten::lift_fresh":
             self.notes["a Python number was baked in as a tensor"] += 1
-        self.journal.before(written_tensors(func, args, kwargs))
+        written = written_tensors(func, args, kwargs)
+        self.journal.before(written)
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         owned = {leaf.untyped_storage()._cdata for leaf in inputs}
         result = func(*args, **kwargs)
@@ -145,7 +156,7 @@ class TapeTake(TorchDispatchMode):
         for i in fresh:
             block = self.pool.empty_strided(leaves[i].shape, leaves[i].stride(), leaves[i].dtype)
             blocks.append(block.copy_(leaves[i]))
-        mutates = func._schema.is_mutable
+        mutates = func._schema.is_mutable or bool(written)
         if (fresh or mutates) and not _leaves_memory_unset(func):
             frozen_args, frozen_kwargs = tree_map_only(Tensor, self.alias, (args, kwargs))
             node = Node(func, frozen_args, frozen_kwargs, [self.alias(block) for block in blocks])
@@ -203,7 +214,13 @@ class TapeRecorder:
         def refuse(error: CaptureError) -> None:
             raise error.at(place_of_stack(sys._getframe()))
 
-        with explained(explain), torch.no_grad(), WriteJournal().recording(), HostReadWatch(refuse):
+        with (
+            explained(explain),
+            torch.no_grad(),
+            WriteJournal().recording(),
+            HostReadWatch(refuse),
+            said_to_capture(),
+        ):
             return function()
 
     @contextmanager
@@ -213,7 +230,7 @@ class TapeRecorder:
             raise InputError(f"the tape needs a pool of its own kind, not a {type(pool).__name__}")
         take = TapeTake(pool)
         try:
-            with explained(explain), torch.no_grad(), take:
+            with explained(explain), torch.no_grad(), said_to_capture(), take:
                 yield take
         except BaseException:
             take._nodes = []

@@ -8,24 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+UNDECLARED: Final = {
+    "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::batch_norm_update_stats",
+    "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts",
+}  # fmt: skip
+"""They move their running statistics, unless told that they do not train; their schema says nothing of it."""
+
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes to, by its schema."""
+    """The tensors that an operator writes to: by its schema, or although its schema says nothing of it."""
     schema = func._schema
-    if not schema.is_mutable:
+    undeclared = schema.name in UNDECLARED
+    if not schema.is_mutable and not undeclared:
         return []
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    moved = ("running_mean", "running_var") if undeclared and given.get("training", True) else ()
     written: list[Tensor] = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+    for argument in schema.arguments:
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if not declared and argument.name not in moved:
             continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        value = given.get(argument.name)
         written += [
             v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)
         ]

@@ -57,8 +57,6 @@ def unavailable(name: str, draft: Draft | None, *, latent: bool = False) -> str 
         ToggleError: for an unknown technique.
     """
     found = technique(name)
-    if not found.available:
-        return f"{found.reason}; needs {NEEDS[found.name]}"
     drafts: dict[str, tuple[Draft, ...]] = {
         "verify": ("assistant", "block", "nextn"), "draft_loop": ("assistant",), "seed_step": ("assistant",),
         "draft_sampler": ("block",), "draft_extend": ("nextn",),

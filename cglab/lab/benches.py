@@ -31,6 +31,7 @@ from cglab.lab.replay_bench import replay
 from cglab.lab.scheduler_bench import scheduler
 from cglab.lab.soak_bench import soak
 from cglab.lab.ttft_bench import ttft
+from cglab.lab.zoo_bench import zoo
 from cglab.measure.record import Record
 
 
@@ -41,10 +42,12 @@ class Bench:
     Attributes:
         text: what it measures.
         run: called with the device, ``quick`` and a progress function; gives the records, each when it is made.
+        quick: settings that a quick run decides itself, whatever they are given as.
     """
 
     text: str
     run: Callable[..., Iterable[Record]]
+    quick: tuple[str, ...] = ()
 
 
 BENCHES: Mapping[str, Bench] = {
@@ -85,7 +88,11 @@ BENCHES: Mapping[str, Bench] = {
     "first-token": Bench(
         "one prompt of 128 to 8192 tokens to its first token, host to host, by peers in turns", first_token
     ),
-    "accept": Bench("tokens that a verify pass commits on held-out prompts, beside a look-up draft", accept),
+    "accept": Bench(
+        "tokens that a verify pass commits on held-out prompts, beside a look-up draft",
+        accept,
+        quick=("prompts", "new_tokens"),
+    ),
     "mtp": Bench(
         "loads with drafts, the assistant's seed step eager, captured and fused in turns: rates, TPOT, TTFT",
         mtp,
@@ -93,30 +100,36 @@ BENCHES: Mapping[str, Bench] = {
     "pipeline": Bench(
         "prefill over stages in processes by cap and concurrency, eager and captured in turns; stage profile",
         pipeline,
+        quick=("caps", "concurrencies", "requests"),
     ),
     "dflash": Bench(
         "loads with block drafts, the sampler untimed, timed and in the graph in turns: occupancy, step time, launches",
         dflash,
+        quick=("new_tokens",),
     ),
     "dsa": Bench(
         "requests on sparse attention by what prefill leaves to breaks, in turns: TTFT, TPOT, E2E, memory, the floor",
         dsa,
+        quick=("new_tokens", "floor_tokens"),
     ),
     "dsa-arms": Bench(
         "mixed requests on sparse attention: every arm to the bit, from the bucket floor on that is measured first",
         dsa_arms,
+        quick=("dtypes",),
     ),
     "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
     ),
-    "parity": Bench("random sequences of batches against the three oracles", parity),
+    "parity": Bench("random sequences of batches against the three oracles", parity, quick=("cases",)),
     "requests": Bench("whole requests in every mode against the three oracles", requests),
     "speculation": Bench(
         "held-out prompts drafted and verified in every form, against plain decoding and the three oracles",
         speculation,
+        quick=("prompts", "new_tokens", "padding"),
     ),
     "soak": Bench("a fixed sequence of decode steps, many times from the same state: hashes, memory", soak),
+    "zoo": Bench("modules that nobody here wrote: the doctor's findings, what is captured, parity", zoo),
     "notebooks": Bench("every notebook under nbval, on the model of CGLAB_MODEL", suites.notebooks),
     "gpu-tests": Bench("the tests that need a CUDA device", suites.gpu_tests),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,34 @@ def check_technique(
     """
     if cases < 1:
         raise ToggleError(f"cases must be at least 1, got {cases}")
+    opened = opened_oracles(
+        name, device=device, seed=seed, plant=plant, dtype=dtype, windowed=windowed, latent=latent, ops=ops
+    )
+    with opened as oracles:
+        for number in range(cases):
+            oracles.case(number)
+            if progress is not None:
+                progress(number + 1)
+        return oracles.judge()
+
+
+@contextmanager
+def opened_oracles(
+    name: str,
+    *,
+    device: torch.device,
+    seed: int = 0,
+    plant: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    windowed: bool = False,
+    latent: bool = False,
+    ops: str | None = None,
+) -> Iterator[StepOracles[Any]]:
+    """The runners of a technique with their oracles, captured, and closed at the end; arguments as above.
+
+    Raises:
+        ToggleError: as ``check_technique``.
+    """
     technique(name).check(technique(name).values[0])
     latent = latent or name in LATENT_ALONE
     if latent and (windowed or name not in OF_LATENT):
@@ -84,12 +113,9 @@ def check_technique(
     form, called = check_ops(ops, device, loaded.config), LATENT if latent else MODEL
     with planted(plant):
         oracles = CASES[name](loaded, device, seed, form)
+        oracles.result.model = f"{called} with windows" if windowed else called
         try:
-            for number in range(cases):
-                oracles.case(number)
-                if progress is not None:
-                    progress(number + 1)
-            return replace(oracles.judge(), model=f"{called} with windows" if windowed else called)
+            yield oracles
         finally:
             oracles.close()
 

@@ -24,7 +24,7 @@ from cglab.lab.floor import matmul_rate, read_bandwidth
 from cglab.lab.opening import open_lab
 from cglab.lab.peer import LocalPeer, Peer
 from cglab.lab.peer_turns import SGLANG, Judge, PeerTurns, Ready, unavailable
-from cglab.lab.peers_bench import shared, start_sglang
+from cglab.lab.peers_bench import chosen_arms, shared, start_sglang
 from cglab.lab.step_metrics import Progress, ledger_metrics, model_facts, silent
 from cglab.measure.record import Metric, Record, new_run
 from cglab.serving.token_worker import TokenWorker
@@ -155,13 +155,9 @@ def first_token(
     Raises:
         InputError: for an unknown arm.
     """
-    if unknown := [arm for arm in arms if arm not in ARMS]:
-        raise InputError(f"no peer {unknown[0]!r}; good names: {', '.join(ARMS)}")
+    chosen = chosen_arms(OURS, arms, ARMS)
     large = device.type == "cuda" and not quick
-    chosen, lengths = (
-        tuple(dict.fromkeys((OURS, *arms))),
-        sorted(tokens or (TOKENS if large else QUICK_TOKENS)),
-    )
+    lengths = sorted(tokens or (TOKENS if large else QUICK_TOKENS))
     calls, repeats, warmup = (3, 8, 2) if large else (1, 3, 1)
     bandwidth = read_bandwidth(device, 4.0 if device.type == "cuda" else 0.2)
     turns = PeerTurns("first-token", device, new_run(), calls, repeats, warmup, progress)

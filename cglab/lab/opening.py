@@ -16,8 +16,10 @@ from cglab.errors import InputError, ModelError
 from cglab.lab.available import draft_kind, inert
 from cglab.lab.drafting import plan_draft
 from cglab.lab.facade import Lab
+from cglab.lab.room import CacheSizes, require_room
 from cglab.lab.sparse_prefill import require_latent
 from cglab.lab.techniques import Captures
+from cglab.measure.memory import free_bytes
 from cglab.models.dsa_config import DsaConfig
 from cglab.models.loading import find_model
 from cglab.models.ops import check_ops
@@ -82,8 +84,8 @@ def open_lab(
         ModelError: if there is no such model or draft, it is damaged, or the draft is another model's.
         DeviceError: if the device is not there.
         ToggleError: for ops that the device cannot use, or a bucket floor of a model without latent attention.
-        InputError: for a dtype that weights cannot have, speculation without a draft, or a size or seed that makes no
-            sense: before a weight is loaded.
+        InputError: for a dtype that weights cannot have, speculation without a draft, a cache that does not fit in
+            memory, or a size or seed that makes no sense: before a weight is loaded.
     """
     if name is not None and not isinstance(name, str | Path):
         raise ModelError(f"a model is named by a string or a path, not by {name!r}")
@@ -117,14 +119,20 @@ def open_lab(
     ahead = (
         0 if plan is None else plan.speculation.lookahead
     )  # drafts of a request's last token have positions too
-    layout = CacheLayout.for_requests(
-        sizes["max_batch"], min(sizes["max_context"], source.config.max_position - ahead), PAGE_SIZE,
-        tokens=cache_tokens, budget=sizes["token_budget"], window=source.config.sliding_window, lookahead=ahead,
-    )  # fmt: skip
+
+    def layout(of: CacheSizes) -> CacheLayout:
+        return CacheLayout.for_requests(
+            of.max_batch, min(of.max_context, source.config.max_position - ahead), PAGE_SIZE,
+            tokens=of.cache_tokens, budget=sizes["token_budget"], window=source.config.sliding_window,
+            lookahead=ahead,
+        )  # fmt: skip
+
+    asked = CacheSizes(sizes["max_batch"], sizes["max_context"], cache_tokens)
+    require_room(asked, layout, source.config, dtype=dtype, free=free_bytes(where))
     kind = None if plan is None else draft_kind(plan.source.config)
     captures = Captures(inert(kind, latent=isinstance(source.config, DsaConfig)))
     return Lab(
-        name, source, layout, device=where, dtype=dtype, captures=captures,
+        name, source, layout(asked), device=where, dtype=dtype, captures=captures,
         buckets=buckets, prefill_buckets=prefill_buckets,
         scheduling=SchedulerOptions(sizes["token_budget"], prefix_reuse=prefix_reuse, mixed=mixed),
         padding=padding, seed=seed, debug=debug, ops=form, draft=plan,

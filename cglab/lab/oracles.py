@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from math import inf
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cglab.engine.cache import paged_kv
 from cglab.engine.memory import CacheLayout, RequestMemory
 from cglab.graphs.out_forms import same_bits
+from cglab.lab.deviations import ArmCounts, Deviation, furthest
 from cglab.lab.poison import poison
 from cglab.lab.steps import leaves
 from cglab.lab.verdicts import TechniqueParity
@@ -75,6 +77,8 @@ class StepOracles(ABC, Generic[R]):
         kv: a cache full of noise, the state that every case starts from.
         draft_kv: likewise of a block draft, beside its target's; None where nothing has one.
         memory: who holds which of its rows and pages.
+        counts: what each runner was put to, by backend and padding.
+        deviations: all that was off, of every runner.
     """
 
     technique: ClassVar[str]
@@ -109,14 +113,11 @@ class StepOracles(ABC, Generic[R]):
         self.runners = self.make_runners()
         for runner in self.runners.values():
             runner.capture()
-        self.drift = Drift()
+        self.drift, self.deviations = Drift(), list[Deviation]()
+        self.counts = {arm: ArmCounts() for arm in self.runners}
         self._parted: list[tuple[dict[str, Any], float]] = []
-        names: dict[str, Any] = {
-            "dtype": str(dtype).removeprefix("torch."),
-            "recorder": self.group.recorder.name,
-            "ops": ops,
-        }
-        self.result = TechniqueParity(self.technique, **names)
+        name, recorder = str(dtype).removeprefix("torch."), self.group.recorder.name
+        self.result = TechniqueParity(self.technique, dtype=name, recorder=recorder, ops=ops)
 
     def use_ops(self, ops: str) -> None:
         """Sets the form in which the models compute over the cache."""
@@ -142,9 +143,11 @@ class StepOracles(ABC, Generic[R]):
     def case(self, number: int) -> None:
         """One sequence on one of the runners."""
         mode, padding = list(self.runners)[number % len(self.runners)]
+        steps, captured = self.result.steps, self.result.captured
         self.sequence(self.runners[mode, padding], {"case": number, "mode": mode, "padding": padding})
         self.restore()
         self.result.cases += 1
+        self.counts[mode, padding].count(self.result.steps - steps, self.result.captured - captured)
 
     def restore(self, state: State | None = None) -> None:
         """Brings the cache back to ``state``, or to what it held at first."""
@@ -176,7 +179,7 @@ class StepOracles(ABC, Generic[R]):
         self.result.captured += replayed
         live = step.rows * self.width
         if wrong := [leaf.shape[0] for leaf in leaves(output) if leaf.shape[0] != live]:
-            self.result.fault(1, where, f"{wrong[0]} rows came out for {live} live ones")
+            self._off(Deviation(1, where, f"{wrong[0]} rows came out for {live} live ones"))
             output = _head(output, live)
         got = self._outcome(runner, output, step)
         if replayed and not wrong:
@@ -204,7 +207,21 @@ class StepOracles(ABC, Generic[R]):
     def _same(self, oracle: int, got: Outcome, want: Outcome, where: dict[str, Any]) -> None:
         for name in got:
             if not same_bits(got[name], want[name]):
-                self.result.fault(oracle, where, f"{name} differ in bits")
+                far, place = self._furthest(name, got, want)
+                kind = self.scores if name == "tokens" else self._kinds.get(name, "")
+                told = f"{name} differ in bits, by {far:.3g}"
+                self._off(Deviation(oracle, where | place, told, kind, far))
+
+    def _off(self, found: Deviation) -> None:
+        self.deviations.append(found)
+        self.result.fault(found.oracle, dict(found.where), found.what)
+
+    def _furthest(self, name: str, got: Outcome, want: Outcome) -> tuple[float, dict[str, int]]:
+        """How far a quantity is off, and where; tokens by what they are chosen by."""
+        if name == "tokens":
+            far, row = max(((gap, row) for row, gap in self.parted(got, want)), default=(inf, None))
+            return far, {} if row is None else {"row": row}
+        return furthest(got[name], want[name], self.kv.page_size if name in self.caches() else None)
 
     def _poisoned(self, runner: R, step: Step, got: Outcome, where: dict[str, Any]) -> None:
         """Oracle 3."""
@@ -213,7 +230,7 @@ class StepOracles(ABC, Generic[R]):
         self._same(3, again, got, where)
         for name, view in runner.captured.buffers.view(step.rows).items():
             if name in step.inputs and not torch.equal(view, step.inputs[name]):
-                self.result.fault(3, where, f"static input {name} does not hold the live values")
+                self._off(Deviation(3, where, f"static input {name} does not hold the live values"))
 
     def _rounding(self, runner: R, step: Step, want: Outcome, state: State) -> None:
         """What another height does to the same rows, live ones first, and what attention spelt out does (MATH)."""
@@ -241,7 +258,7 @@ class StepOracles(ABC, Generic[R]):
     def _near(self, got: Outcome, want: Outcome, where: dict[str, Any]) -> None:
         for name, kind in self._kinds.items():
             if name in want:
-                self.drift.judge(kind, got[name], want[name], where)
+                self.drift.judge(kind, got[name], want[name], where | self._furthest(name, got, want)[1])
         self.result.compared_tokens += got["tokens"].numel()
         self._parted += [(where | {"row": row}, gap) for row, gap in self.parted(got, want)]
 
@@ -260,14 +277,13 @@ class StepOracles(ABC, Generic[R]):
         result.ties, result.differing = len(self._parted) - len(far), len(far)
         if self.exact:
             for each in drift.beyond():
-                result.fault(2, each.where, str(each))
+                self._off(Deviation(2, each.where, str(each), each.name, each.drift))
             for where, gap in far:
-                result.fault(
-                    2, where, f"another token, {gap:.3g} below the best; the bound is {result.bound:.3g}"
-                )
+                far_off = f"another token, {gap:.3g} below the best; the bound is {result.bound:.3g}"
+                self._off(Deviation(2, where, far_off, self.scores, gap))
             if result.ties > TIE_SHARE * max(result.compared_tokens, 1):
                 told = f"{result.ties} of {result.compared_tokens} tokens differ at near-ties: more than 1 %"
-                result.fault(2, {}, told)
+                self._off(Deviation(2, {}, told))
         return result
 
     def close(self) -> None:

@@ -88,10 +88,8 @@ def peers(
     Raises:
         InputError: for an unknown arm.
     """
-    if unknown := [arm for arm in arms if arm not in ARMS]:
-        raise InputError(f"no peer {unknown[0]!r}; good names: {', '.join(ARMS)}")
+    chosen = chosen_arms(OURS, arms, ARMS)
     large = device.type == "cuda" and not quick
-    chosen = tuple(dict.fromkeys((OURS, *arms)))
     sizes = tuple(sorted(batches or ((1, 16) if large else (1, 4))))
     context, cache = (512, 1024) if large else (64, 128)
     calls, repeats, warmup = (5, 20, 3) if large else (1, 4, 1)
@@ -115,6 +113,17 @@ def peers(
                         _judge(point), (bytes_read(lab.model, lab.config, step) / bandwidth, FLOOR),
                         workload={**lab.describe(step), "calls": calls}, **model_facts(lab),
                     )  # fmt: skip
+
+
+def chosen_arms(ours: str, arms: Sequence[str], good: Sequence[str]) -> tuple[str, ...]:
+    """The lab's own arm and those that were asked for, each once.
+
+    Raises:
+        InputError: for one that is none of the good ones.
+    """
+    if unknown := [arm for arm in arms if arm not in good]:
+        raise InputError(f"no peer {unknown[0]!r}; good names: {', '.join(good)}")
+    return tuple(dict.fromkeys((ours, *arms)))
 
 
 def start_sglang(

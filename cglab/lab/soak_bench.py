@@ -3,7 +3,8 @@
 A recording that reads what an earlier step left behind, or a pool whose blocks wander, shows after hours and not in a
 test of seconds. So batches grow and shrink through all buckets, requests end and start anew, each step's tokens are
 those that the step before chose, and every bit of every step's logits goes into the round's hash on the device. All
-rounds must end with the same hash, and that of a round run eager at the padded sizes; memory must not grow.
+rounds must end with the same hash, and that of a round run eager at the padded sizes; memory must not grow. A round
+begins with noise in every slot of the cache: zeros would make what is read from a wrong slot look right.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class FixedSequence:
         lab: with room for its largest batch at its longest context.
         rows: [largest batch] int64, rows of the page table.
         steps: of a round.
-        seed: of batches, lengths and first tokens.
+        seed: of batches, lengths, first tokens and the noise that is in the cache before them.
     """
 
     def __init__(self, lab: Lab, rows: Tensor, steps: int, seed: int = 0) -> None:
@@ -64,13 +65,15 @@ class FixedSequence:
             lengths[:batch] += 1
         self.rows, self.positions = rows, torch.from_numpy(positions).to(rows.device)
         self.first = torch.from_numpy(draws.integers(0, lab.config.vocab_size, most)).to(rows.device)
+        self.noise, self.seed = torch.Generator(rows.device), seed
         self.hash = torch.zeros((), dtype=torch.int64, device=rows.device)
         self.weights = torch.arange(1, 2 * most * lab.config.vocab_size, 2, device=rows.device)
 
     def run(self, runner: Runner[int], *, padded_eager: bool = False) -> int:
-        """One round from the reset state: an empty cache, the first tokens, a zero hash."""
+        """One round from the reset state: the same noise in the cache, the first tokens, a zero hash."""
+        self.noise.manual_seed(self.seed)
         for cached in self.kv.caches().values():
-            cached.zero_()
+            cached.normal_(generator=self.noise)
         newest, found = self.first.clone(), self.hash.zero_()
         for live, positions in zip(self.live, self.positions, strict=True):
             rows, places = self.rows[:live], positions[:live]

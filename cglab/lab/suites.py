@@ -81,7 +81,7 @@ def notebooks(
 
     Args:
         device: where they run.
-        quick: only the tour.
+        quick: only the tour, unless others are named.
         progress: called once.
         names: beginnings of the names of those wanted, such as ``00``; all of them by default.
 
@@ -94,7 +94,7 @@ def notebooks(
             raise InputError(f"no notebook is called {name}...; good names begin one of {', '.join(known)}")
     wanted = [name for name in known if not names or name.startswith(tuple(names))]
     progress("notebooks under nbval")
-    paths = [f"{FOLDER.name}/{name}" for name in (wanted[:1] if quick else wanted)]
+    paths = [f"{FOLDER.name}/{name}" for name in (wanted[:1] if quick and not names else wanted)]
     options = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=300"]
     rules = "--nbval-sanitize-with=tests/notebooks/sanitize.cfg"
     return _record("notebooks", [*paths, *options, rules], device)

@@ -1,4 +1,4 @@
-"""The ten techniques as a table: toggle, values, default, where each is built, and why one is not here."""
+"""The ten techniques as a table: toggle, values, default, and where each is built and shown."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 from cglab.errors import ToggleError
 from cglab.settings import DSA_ATTENTION_SWITCH, DSA_INDEXER_SWITCH, NEXTN_SWITCH, SEED_GRAPH_SWITCH
 
-NOT_YET = "not in this version"
-
 
 @dataclass(frozen=True, slots=True)
 class Technique:
@@ -22,10 +20,10 @@ class Technique:
         name: the toggle's name.
         text: what is captured.
         values: what the toggle may be.
-        default: its value where it is available.
+        default: its value where nothing else is said.
         source: the source documents.
-        module: where it is built; None if it is not yet.
-        notebook: where it is shown; None if it is not yet.
+        module: where it is built.
+        notebook: where it is shown.
         kill_switch: environment variable that switches it off.
     """
 
@@ -35,39 +33,26 @@ class Technique:
     values: tuple[str, ...]
     default: str
     source: str
-    module: str | None = None
-    notebook: str | None = None
+    module: str
+    notebook: str
     kill_switch: str | None = None
-
-    @property
-    def available(self) -> bool:
-        """Whether this version has it."""
-        return self.module is not None
-
-    @property
-    def reason(self) -> str | None:
-        """Why it is not available."""
-        return None if self.available else NOT_YET
 
     def check(self, value: str) -> str:
         """``value`` if the toggle may have it.
 
         Raises:
-            ToggleError: for an unknown value, or a technique that this version lacks.
+            ToggleError: for an unknown value.
         """
         if value not in self.values:
             raise ToggleError(f"{self.name}={value!r} is no setting; good values: {', '.join(self.values)}")
-        if not self.available:
-            built = ", ".join(t.name for t in TECHNIQUES.values() if t.available)
-            raise ToggleError(f"{self.name} ({self.id}) is {NOT_YET}; available: {built}")
         return value
 
     def as_dict(self) -> dict[str, Any]:
-        """One row of ``cglab techniques --json``."""
+        """One row of ``cglab techniques --json``; ``available`` and ``reason`` are for who reads other versions too."""
         return {
             "id": self.id, "name": self.name, "toggle": self.name, "text": self.text, "values": list(self.values),
             "default": self.default, "source": self.source, "kill_switch": self.kill_switch, "module": self.module,
-            "notebook": self.notebook, "available": self.available, "reason": self.reason,
+            "notebook": self.notebook, "available": True, "reason": None,
         }  # fmt: skip
 
 
@@ -155,7 +140,7 @@ def check_arms(name: str, arms: Sequence[str]) -> list[str]:
 class Captures:
     """The toggles of a lab, as attributes: ``lab.captures.decode = "full"``.
 
-    A bad name or value raises ToggleError and changes nothing. A technique that this version lacks reads None.
+    A bad name or value raises ToggleError and changes nothing.
 
     Args:
         inert: why a toggle would change nothing, by its name; such a toggle keeps its default.
@@ -165,14 +150,14 @@ class Captures:
     _inert: Mapping[str, str]
 
     def __init__(self, inert: Mapping[str, str] = MappingProxyType({})) -> None:
-        values = {t.name: t.default for t in TECHNIQUES.values() if t.available}
+        values = {t.name: t.default for t in TECHNIQUES.values()}
         object.__setattr__(self, "_values", values)
         object.__setattr__(self, "_inert", inert)
 
-    def __getattr__(self, name: str) -> str | None:
+    def __getattr__(self, name: str) -> str:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._values.get(technique(name).name)
+        return self._values[technique(name).name]
 
     def __setattr__(self, name: str, value: str) -> None:
         checked = technique(name).check(value)
@@ -180,11 +165,10 @@ class Captures:
             raise ToggleError(f"{name}={value!r} would change nothing here: it {self._inert[name]}")
         self._values[name] = checked
 
-    def as_dict(self) -> dict[str, str | None]:
+    def as_dict(self) -> dict[str, str]:
         """All ten toggles."""
-        return {name: self._values.get(name) for name in TECHNIQUES}
+        return dict(self._values)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in self._values.items())
-        missing = sum(not t.available for t in TECHNIQUES.values())
-        return f"Captures({shown}" + (f"; {missing} {NOT_YET})" if missing else ")")
+        return f"Captures({shown})"

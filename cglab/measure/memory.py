@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from math import inf
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import torch
 
 from cglab.errors import InputError
 from cglab.graphs.clocks import clock_for
+
+MEMINFO: Final = Path("/proc/meminfo")
+CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 class PoolBytes(Protocol):
@@ -84,3 +89,35 @@ def memory_now(device: torch.device | str, pool: PoolBytes | None = None) -> Mem
     if pool is None:
         raise InputError("memory on the CPU is that of a tape's pool; pass the pool")
     return Memory(str(clock.device), pool.used_bytes, pool.reserved_bytes, None)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that new tensors on a device can have.
+
+    Args:
+        device: of a GPU what the driver has free and what torch holds unused; of a CPU what the kernel can give without
+            swapping, in this process's own control group if that leaves less.
+
+    Returns:
+        None on a system that does not tell.
+    """
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + held
+    try:
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        system = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    return int(min(system, _group_room()))
+
+
+def _group_room() -> float:
+    """Bytes left to the control group; infinite without a limit. Its file cache gives way."""
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return max(limit - used + int(stat["inactive_file"]), 0)
+    except (OSError, KeyError, ValueError):  # no such group, or "max"
+        return inf

@@ -2,8 +2,8 @@
 
 An append writes the whole file anew beside the old one and renames it into place, under a lock on the folder.
 A full disk, a kill at any byte and other writers therefore leave every earlier line as it was, and a batch of
-records is there whole or not at all. Lines that are no records (a partial line that something else left
-behind) are kept in the file and reported with their number.
+records is there whole or not at all. A line ends with a checksum of what stands before it. Lines that are no records
+(a partial line that something else left behind, one that was changed) are kept in the file and told by number.
 """
 
 from __future__ import annotations
@@ -11,17 +11,28 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cglab.errors import ResultsError
+from cglab.graphs.options import outside_level
 from cglab.measure.record import Record
 from cglab.settings import read_settings
+
+CHECKSUM: Final = re.compile(rb', "checksum": "([0-9a-f]{16})"\}$')
+"""How a line ends; lines of earlier versions have none."""
+
+
+class ResultsWarning(UserWarning):
+    """Lines of results were passed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +64,14 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
         records: to add, in order.
 
     Raises:
-        ResultsError: if they cannot be written; the file is then as it was.
+        ResultsError: if they cannot be written; the file is then as it was, unless the error says otherwise.
         InputError: for a value that JSON cannot hold.
     """
-    lines = b"".join(record.as_line() for record in records)
+    lines = b"".join(_with_checksum(record.as_line()) for record in records)
     target = Path(path).resolve()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent):
+        with _locked(target.parent) as folder:
             # Whoever holds the lock owns every unfinished copy: a writer that was killed left it.
             for orphan in target.parent.glob(f".{escape(target.name)}.*.part"):
                 orphan.unlink(missing_ok=True)
@@ -68,6 +79,7 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
             if before and not before.endswith(b"\n"):
                 before += b"\n"
             replace_file(target, before + lines)
+            _settle(folder, target)
     except OSError as error:
         raise ResultsError(
             f"cannot write results to {target}: {error}; what was there is untouched. "
@@ -76,6 +88,18 @@ def append(path: str | Path, records: Iterable[Record]) -> None:
 
 
 def load(folder: str | Path | None = None) -> Results:
+    """As ``read``, with a ``ResultsWarning`` of lines that are no records."""
+    found = read(folder)
+    if found.problems:
+        told = ResultsWarning(
+            f"passed over {len(found.problems)} lines that are no records, which stay in their files; "
+            f"the first is {found.problems[0]}"
+        )
+        warnings.warn(told, stacklevel=outside_level())
+    return found
+
+
+def read(folder: str | Path | None = None) -> Results:
     """Reads every ``.jsonl`` file of a folder, or one such file; by default of ``results`` in the data folder.
 
     Raises:
@@ -88,7 +112,7 @@ def load(folder: str | Path | None = None) -> Results:
     problems: list[Problem] = []
     for file in sorted(where.glob("*.jsonl")) if where.is_dir() else [where]:
         try:
-            lines = file.read_bytes().decode("utf-8", errors="replace").split("\n")
+            lines = file.read_bytes().split(b"\n")
         except OSError as error:
             raise ResultsError(f"cannot read results from {file}: {error}") from error
         for number, line in enumerate(lines, start=1):
@@ -97,13 +121,28 @@ def load(folder: str | Path | None = None) -> Results:
             try:
                 records.append(Record.from_dict(_object(line)))
             except ResultsError as error:
-                problems.append(Problem(str(file), number, str(error), line))
+                problems.append(Problem(str(file), number, str(error), line.decode(errors="replace")))
     return Results(tuple(sorted(records, key=lambda record: record.created)), tuple(problems))
 
 
-def _object(line: str) -> dict[str, Any]:
+def _with_checksum(line: bytes) -> bytes:
+    """A line of JSON with a last field that tells whether any bit before it changed."""
+    bare = line.rstrip(b"\n")
+    return bare[:-1] + b', "checksum": "' + _digest(bare) + b'"}\n'
+
+
+def _digest(bare: bytes) -> bytes:
+    return sha256(bare).hexdigest()[:16].encode()
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    bare = line.rstrip(b"\r")
+    if ending := CHECKSUM.search(bare):
+        bare = bare[: ending.start()] + b"}"
+        if _digest(bare) != ending[1]:
+            raise ResultsError("its checksum is another: it is not what was written")
     try:
-        values = json.loads(line, parse_constant=_no_number)
+        values = json.loads(bare.decode(), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ResultsError(f"no complete JSON ({error})") from error
     if not isinstance(values, dict):
@@ -116,15 +155,25 @@ def _no_number(name: str) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One writer in a folder at a time; the lock goes with the process, and leaves no file."""
+def _locked(folder: Path) -> Iterator[int]:
+    """One writer in a folder at a time, given its handle; the lock goes with the process, and leaves no file."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-        os.fsync(handle)
+        yield handle
     finally:
         os.close(handle)
+
+
+def _settle(folder: int, target: Path) -> None:
+    """Has the new name of a file written to the disk."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        raise ResultsError(
+            f"{target} has the new records, but the disk has not confirmed it ({error}): a power cut may take them. "
+            "Look at the file and the disk before running again"
+        ) from error
 
 
 def replace_file(target: Path, content: bytes) -> None:

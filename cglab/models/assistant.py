@@ -21,7 +21,6 @@ from torch.nn.utils import skip_init
 
 from cglab.errors import ModelError
 from cglab.models.attention import DecodeStep
-from cglab.models.body import Body, Portable
 from cglab.models.bound import Bound
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder, FeedForward
@@ -184,19 +183,11 @@ class FrozenAttention:
         return self.step.attend(self.layers[layer_index], query)
 
 
-class Assistant(Bound):
+class Assistant(Bound[AssistantConfig]):
     """A draft model over a target's cache; ``bind`` makes it that target's.
 
-    The parameters are uninitialised memory until ``loading`` fills them.
-
     Attributes:
-        body: how the layers are computed; ``ops.use_draft_ops`` changes it.
         layers: the target's layer for each of its own, once bound.
-
-    Args:
-        config: the shape.
-        device: where the parameters are allocated.
-        dtype: their dtype.
     """
 
     called = "the assistant"
@@ -208,10 +199,8 @@ class Assistant(Bound):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        place: dict[str, Any] = {"device": device or "cpu", "dtype": dtype or torch.get_default_dtype()}
-        self.config = config
-        self.body: Body = Portable()
+        super().__init__(config, device=device, dtype=dtype)
+        place = self.place
         self.layers: tuple[int, ...] = ()
         self.scale = math.sqrt(config.backbone_size)
         self.pre = skip_init(nn.Linear, 2 * config.backbone_size, config.hidden_size, bias=False, **place)

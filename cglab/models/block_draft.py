@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from cglab.errors import ModelError
-from cglab.models.body import Body, Portable
 from cglab.models.bound import Bound
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Block, Decoder
@@ -138,19 +137,8 @@ def spread(target_layers: int, draft_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + index * reach / (draft_layers - 1)) for index in range(draft_layers))
 
 
-class BlockDraft(Bound):
-    """A block draft; ``bind`` makes it a target's.
-
-    The parameters are uninitialised memory until ``loading`` fills them.
-
-    Attributes:
-        body: how the layers are computed.
-
-    Args:
-        config: the shape.
-        device: where the parameters are allocated.
-        dtype: their dtype.
-    """
+class BlockDraft(Bound[BlockDraftConfig]):
+    """A block draft; ``bind`` makes it a target's."""
 
     called = "the draft"
 
@@ -161,10 +149,8 @@ class BlockDraft(Bound):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        place: dict[str, Any] = {"device": device or "cpu", "dtype": dtype or torch.get_default_dtype()}
-        self.config = config
-        self.body: Body = Portable()
+        super().__init__(config, device=device, dtype=dtype)
+        place = self.place
         width, stack = config.backbone_size, config.stack
         self.fuse = skip_init(nn.Linear, len(config.context_layers) * width, width, bias=False, **place)
         self.context_norm = skip_init(nn.RMSNorm, width, eps=config.rms_norm_eps, **place)

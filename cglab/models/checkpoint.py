@@ -162,7 +162,8 @@ def read_shards(shards: Iterable[Path], model: nn.Module, layout: Mapping[str, P
         layout: where each tensor goes.
 
     Raises:
-        ModelError: if a file can no longer be read.
+        ModelError: if a file can no longer be read, or a tensor holds NaN or infinities, in the file or in the model's
+            dtype.
     """
     parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
     for shard in shards:
@@ -170,9 +171,30 @@ def read_shards(shards: Iterable[Path], model: nn.Module, layout: Mapping[str, P
             with safe_open(shard, framework="pt") as tensors, torch.no_grad():
                 for name in tensors.keys():  # noqa: SIM118 - the file is no mapping
                     if piece := layout.get(name):
-                        piece.of(parameters[piece.parameter]).copy_(tensors.get_tensor(name))
+                        stored = tensors.get_tensor(name)
+                        held = piece.of(parameters[piece.parameter]).copy_(stored)
+                        _require_finite(shard, name, stored, held)
         except (SafetensorError, OSError) as error:
             raise _damaged(shard, error) from error
+
+
+def _require_finite(shard: Path, name: str, stored: torch.Tensor, held: torch.Tensor) -> None:
+    """Refuses weights that make every token NaN: such a model opens, and only its text is wrong.
+
+    Least and largest carry a NaN on and need no memory, unlike a mask of what is finite.
+    """
+    if held.is_meta or not held.numel() or all(bool(end.isfinite()) for end in held.aminmax()):
+        return
+    wrong = int((~stored.isfinite()).sum())
+    if wrong:
+        raise ModelError(
+            f"{shard}: {name} holds {wrong} values of {stored.numel()} that are NaN or infinite; "
+            "fetch the file again, or train it anew from before it diverged"
+        )
+    raise ModelError(
+        f"{shard}: {name} has values that {held.dtype} cannot hold, the largest {float(stored.abs().max()):.3g}; "
+        "open it with dtype=torch.bfloat16 or torch.float32"
+    )
 
 
 def _header(shard: Path) -> Header:

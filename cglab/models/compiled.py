@@ -30,11 +30,9 @@ from cglab.models.paged import AttentionKind, prepare_attention
 from cglab.models.regions import Between, Kernels, Regions, regions, written_kernels
 from cglab.models.stages import Elsewhere, held_layers
 
-WHOLE_ROWS = 2048
-"""Rows up to which the second half of a block is computed at once: cut in two, 2,048 take 9 % longer."""
-PART_ROWS = 1024
-"""Rows that are computed at a time beyond that, within 1 % of full speed at 8,192: intermediates of this half are what
-the memory of a long prefill's graphs goes into, and so they stay small."""
+MOST_ROWS = 2048
+"""Rows of which the second half of a block is computed at a time: enough for full speed, and its intermediates, which
+are what the memory of a long prefill's graphs goes into, stay as small."""
 EXAMPLE_ROWS = (37, 1, 5)
 """Rows of the examples, one of each kind: numbers that no other size of a model has, lest they be taken for that size.
 """
@@ -43,13 +41,13 @@ EXAMPLE_ROWS = (37, 1, 5)
 def in_parts(
     leave: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], attended: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The second half of a block; beyond ``WHOLE_ROWS`` in parts of ``PART_ROWS``."""
+    """The second half of a block, on ``MOST_ROWS`` rows at a time."""
     rows = residual.shape[0]
-    if rows <= WHOLE_ROWS:
+    if rows <= MOST_ROWS:
         return leave(attended, residual)
     whole = torch.empty_like(residual), torch.empty_like(residual)
-    for first in range(0, rows, PART_ROWS):
-        part = slice(first, first + PART_ROWS)
+    for first in range(0, rows, MOST_ROWS):
+        part = slice(first, first + MOST_ROWS)
         for into, made in zip(whole, leave(attended[part], residual[part]), strict=True):
             into[part].copy_(made)
     return whole

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from cglab.errors import ModelError
-from cglab.models.body import Body, Portable
 from cglab.models.bound import Bound
 from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
@@ -72,33 +71,16 @@ def require_own(layer: DsaConfig, target: ModelConfig) -> None:
             raise ModelError(f"the NextN layer's {name} is {mine}, the target's {other}; open its own target")
 
 
-class NextN(Bound):
-    """A NextN layer; ``bind`` makes it a target's.
-
-    The parameters are uninitialised memory until ``loading`` fills them.
-
-    Attributes:
-        body: how the layer is computed.
-
-    Args:
-        config: its shape, as ``nextn_config`` gives it.
-        device: where the parameters are allocated.
-        dtype: their dtype, but for the router's.
-    """
+class NextN(Bound[DsaConfig]):
+    """A NextN layer; ``bind`` makes it a target's."""
 
     called = "the NextN layer"
 
     def __init__(
-        self,
-        config: DsaConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, config: DsaConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__()
-        place: dict[str, Any] = {"device": device or "cpu", "dtype": dtype or torch.get_default_dtype()}
-        self.config = config
-        self.body: Body = Portable()
+        super().__init__(config, device=device, dtype=dtype)
+        place = self.place
         width, eps = config.hidden_size, config.rms_norm_eps
         self.embedding_norm = skip_init(nn.RMSNorm, width, eps=eps, **place)
         self.hidden_norm = skip_init(nn.RMSNorm, width, eps=eps, **place)

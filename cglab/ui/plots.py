@@ -29,6 +29,7 @@ from cglab.ui.recorded import (
     recorded_ttft,
     recorded_ttft_crossover,
 )
+from cglab.ui.recorded_graph import recorded_graph
 from cglab.ui.step_parts import step_parts
 from cglab.ui.style import (
     GREY,
@@ -55,6 +56,7 @@ __all__ = [
     "pipeline_sweep",
     "recorded_capture",
     "recorded_decode",
+    "recorded_graph",
     "recorded_growth",
     "recorded_pipeline",
     "recorded_planner",

@@ -1,6 +1,9 @@
 """Settings of a bench in words: every value of every bench is read, everything else is told."""
 
+import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Sequence
 
 import pytest
@@ -59,6 +62,48 @@ def test_a_setting_given_twice_is_an_error():
 def test_every_bench_tells_its_settings(name):
     with pytest.raises(InputError, match="is no setting of this bench; it has"):
         read_settings_of(BENCHES[name].run, ["nothing=1"])
+
+
+DECIDED = [(name, each) for name, bench in BENCHES.items() for each in bench.quick]
+VALUES = {"caps": "32", "concurrencies": "2", "dtypes": "bfloat16", "padding": "false"}
+
+
+@pytest.mark.parametrize(("name", "setting"), DECIDED)
+def test_a_setting_that_a_quick_run_decides_is_refused_with_all_of_them(name, setting, capsys):
+    assert main(["bench", name, "--quick", "--set", f"{setting}={VALUES.get(setting, '9')}"]) == 2
+    told = capsys.readouterr().err
+    assert f"{setting} would have no effect" in told and ", ".join(BENCHES[name].quick) in told
+
+
+def lost_in_a_quick_run(bench):
+    """Settings that a choice by ``quick`` alone takes or leaves, as the source is written."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(bench)))
+    settings = set(inspect.signature(bench).parameters) - {"device", "quick", "progress"}
+
+    def names(node):
+        return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+    by_quick = {"quick"} | {
+        target.id
+        for node in ast.walk(tree) if isinstance(node, ast.Assign) and "quick" in names(node.value)
+        for target in node.targets if isinstance(target, ast.Name)
+    }  # fmt: skip
+    decided = [
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.IfExp) and names(node.test) <= by_quick
+        and "None" not in (ast.unparse(node.body), ast.unparse(node.orelse))  # a target that is not held up then
+    ]  # fmt: skip
+    return settings & set().union(*(names(node.body) | names(node.orelse) for node in decided))
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_what_a_quick_run_decides_is_declared(name):
+    assert lost_in_a_quick_run(BENCHES[name].run) <= set(BENCHES[name].quick)
+
+
+def test_the_look_at_the_source_sees_such_a_choice():
+    assert lost_in_a_quick_run(BENCHES["accept"].run) == {"prompts", "new_tokens"}
+    assert lost_in_a_quick_run(BENCHES["dflash"].run) == {"new_tokens"}
 
 
 def test_a_record_s_command_holds_the_settings(tmp_path, monkeypatch):

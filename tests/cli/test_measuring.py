@@ -1,5 +1,6 @@
 """parity and bench: formats, exit statuses, planted faults, and where records go."""
 
+import itertools
 import json
 
 import pytest
@@ -7,8 +8,10 @@ import pytest
 from cglab.commands import measuring
 from cglab.lab.benches import Bench
 from cglab.lab.checking import CASES
+from cglab.lab.parity_matrix import ArmRow, ParityMatrix
 from cglab.lab.plants import PLANTS
 from cglab.lab.verdicts import TechniqueParity
+from cglab.measure.parity import Verdict
 from cglab.measure.record import make_record, new_run
 from cglab.measure.records import load
 
@@ -39,13 +42,48 @@ def test_parity_of_decode_holds_and_its_progress_is_on_standard_error(command):
     assert "parity of decode" in run.stderr and "4/4" in run.stderr
 
 
-def test_all_is_a_list_of_what_this_version_has(ask_json, monkeypatch):
-    monkeypatch.setattr(
-        measuring, "check_technique", lambda name, cases, **_: TechniqueParity(name, cases, captured=1)
-    )
-    status, found = ask_json("parity", "--all", "--cases", "3")
+def matrix_of(*verdicts):
+    """``run_matrix`` that gives the techniques these verdicts in turn, and tells of every case."""
+
+    def run(planned, not_run, *, cases, progress, **_):
+        rows = []
+        for part, verdict in zip(planned, itertools.cycle(verdicts), strict=False):
+            for _case in range(cases):
+                progress(part)
+            told = "" if verdict is Verdict.BITWISE else "case 1, step 0, row 3: logits"
+            rows.append(
+                ArmRow(
+                    part.technique, "full", "", "tape", True, part.ops, cases, 9, 5, verdict, 0.25, 0.5, told
+                )
+            )
+        return ParityMatrix(tuple(rows), tuple(not_run))
+
+    return run
+
+
+def test_all_is_one_table_of_what_this_version_has_and_a_plan_of_what_was_not_run(ask, monkeypatch):
+    monkeypatch.setattr(measuring, "run_matrix", matrix_of(Verdict.BITWISE))
+    status, out, _ = ask("parity", "--all", "--cases", "3")
     assert status == 0
-    assert [(each["technique"], each["cases"]) for each in found] == [(name, 3) for name in CASES]
+    table, left = out.split("not run:")
+    assert [line.split()[0] for line in table.splitlines()[1:]] == list(CASES)
+    assert all(line.split()[-3:] == ["bitwise", "-", "-"] for line in table.splitlines()[1:])
+    assert "compiled ops: it needs a CUDA device" in left
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "status"), [((Verdict.DRIFT,), 0), ((Verdict.DRIFT, Verdict.CORRUPTED), 1)]
+)
+def test_drift_holds_and_one_corrupted_arm_is_status_1(ask, ask_json, monkeypatch, verdicts, status):
+    monkeypatch.setattr(measuring, "run_matrix", matrix_of(*verdicts))
+    told, out, _ = ask("parity", "--all", "--cases", "1", "--plant", "rounding")
+    assert told == status and f"planted rounding: told as {verdicts[-1]}" in out
+    assert (
+        "decode full, padded (tape, portable): case 1, step 0, row 3: logits" in out and "0.25   0.5" in out
+    )
+    told, value = ask_json("parity", "--all", "--cases", "1")
+    assert told == status and value["ok"] == (not status) and value["not_run"]
+    assert {row["verdict"] for row in value["rows"]} == set(map(str, verdicts))
 
 
 def test_a_planted_fault_is_caught_by_one_command(ask):

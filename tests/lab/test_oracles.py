@@ -17,8 +17,8 @@ SEQUENCES = dict.fromkeys(sorted(CASES), (20, 2)) | {"decode": (50, 6), "prefill
 """Of every technique: how many in a test, and from how many seeds. A test takes half a minute of one core."""
 
 
-def test_every_available_technique_is_checked():
-    assert {name for name, each in TECHNIQUES.items() if each.available} == CHECKED
+def test_every_technique_is_checked():
+    assert set(TECHNIQUES) == CHECKED
 
 
 @pytest.mark.slow
@@ -70,7 +70,9 @@ def test_bitwise_in_low_precision_too(dtype):
 def test_a_planted_fault_is_caught(plant):
     found = check_technique("decode", 8, device=CPU, plant=plant)
     assert not found.ok and found.mismatches
-    caught_by = {"stale-tail": 3, "live-slot-in-padding": 2, "missed-copy-in": 2, "untrimmed-output": 1}
+    caught_by = {"stale-tail": 3, "live-slot-in-padding": 2, "missed-copy-in": 2} | dict.fromkeys(
+        ("untrimmed-output", "rounding"), 1
+    )
     assert caught_by[plant] in {each["oracle"] for each in found.mismatches}, found.mismatches
 
 

@@ -82,6 +82,24 @@ def test_g9_a_static_buffer_that_is_no_longer_filled_is_noticed(monkeypatch):
     assert len(loads) >= 30 and not record.metrics["hashes_equal"] and not record.metrics["ok"]
 
 
+def test_g9_a_slot_that_no_step_of_the_round_has_written_is_no_other_s():
+    """Read in place of another such slot it changes the hash, which in a cache of zeros it would not."""
+    with (
+        cglab.open("pico-gqa", device="cpu", max_batch=2, max_context=64) as lab,
+        steady_decode(lab.engine, 2, 64, compute=False) as held,
+    ):
+        rows = held.inputs["request_rows"]
+        sequence, runner = FixedSequence(lab, rows, 6), lab.runner("full")
+        assert sequence.positions.min() >= lab.engine.kv.page_size, (
+            "the first pages are read and never written"
+        )
+        table, wanted = lab.engine.kv.full.page_table, sequence.run(runner)
+        table[rows, 0] = table[rows, 0].flip(0)
+        assert sequence.run(runner) != wanted
+        table[rows, 0] = table[rows, 0].flip(0)
+        assert sequence.run(runner) == wanted
+
+
 def test_g9_one_bit_of_one_logit_changes_the_hash(monkeypatch):
     with (
         cglab.open("pico-gqa", device="cpu", max_batch=2, max_context=32) as lab,

@@ -44,6 +44,8 @@ def test_all_notebooks_run_or_those_asked_for(asked):
     assert record.metrics["passed"] == 2 and record.metrics["ok"] and record.command[1:3] == asked[-1]
     suites.notebooks(CPU, quick=True)
     assert asked[-1] == ["notebooks/00_start_here.ipynb"]
+    suites.notebooks(CPU, quick=True, names=("00", "03"))
+    assert len(asked[-1]) == 2, "those that are named are run"
 
 
 def test_a_notebook_that_does_not_exist_is_refused_with_those_that_do(asked):

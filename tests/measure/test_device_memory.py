@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cglab.errors import InputError
-from cglab.measure.memory import Memory, memory_now
+from cglab.measure import memory
+from cglab.measure.memory import Memory, free_bytes, memory_now
 
 
 def test_tape_pool_before_and_after():
@@ -51,6 +52,41 @@ def test_cuda_memory_is_read_when_the_device_is_idle(monkeypatch):
     assert log == ["wait", "read"]
     with pytest.raises(InputError, match="own pools"):
         memory_now("cuda:0", SimpleNamespace(used_bytes=0, reserved_bytes=0))
+
+
+def test_free_memory_of_a_gpu_counts_what_torch_holds_unused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    assert free_bytes(torch.device("cuda:0")) == 720
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """Writes what the kernel says: of the whole system, and of this process's control group."""
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+
+    def say(**files):
+        for name, text in files.items():
+            (tmp_path / name.replace("_", ".")).write_text(text)
+
+    return say
+
+
+def test_free_memory_of_a_cpu_is_what_the_system_and_the_control_group_leave(system):
+    cpu = torch.device("cpu")
+    assert free_bytes(cpu) is None, "a system that does not tell"
+    system(meminfo="MemTotal:  900 kB\nMemAvailable:   500 kB\n")
+    assert free_bytes(cpu) == 500 * 1024
+    system(memory_max="max\n", memory_current="100\n", memory_stat="anon 60\ninactive_file 40\n")
+    assert free_bytes(cpu) == 500 * 1024, "no limit"
+    system(memory_max="1000\n")
+    assert free_bytes(cpu) == 940
+    system(memory_current="2000\n")
+    assert free_bytes(cpu) == 0
+    system(meminfo="MemAvailable: much\n")
+    assert free_bytes(cpu) is None
 
 
 @pytest.mark.gpu

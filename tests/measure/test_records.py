@@ -16,7 +16,7 @@ import pytest
 from cglab.errors import DeviceError, InputError, ResultsError
 from cglab.measure.machine import Device
 from cglab.measure.record import SCHEMA, Record, make_record, new_run
-from cglab.measure.records import append, load
+from cglab.measure.records import append, load, read
 from cglab.measure.tree import is_dirty, tree_hash
 
 
@@ -260,12 +260,12 @@ def test_a_partial_line_from_elsewhere_is_reported_and_kept(tmp_path):
     partial = record(2).as_line()[:-20]
     for cut in (1, len(partial) // 2, len(partial)):
         path.write_bytes(record(1).as_line() + partial[:cut])
-        found = load(tmp_path)
+        found = read(tmp_path)
         assert [each.id for each in found.records] == ["id1"]
         assert [(problem.line, problem.text) for problem in found.problems] == [(2, partial[:cut].decode())]
         assert "a.jsonl, line 2: no complete JSON" in str(found.problems[0])
         append(path, [record(3)])
-        after = load(tmp_path)
+        after = read(tmp_path)
         assert [each.id for each in after.records] == ["id1", "id3"]
         assert [problem.line for problem in after.problems] == [2]
         assert path.read_bytes().splitlines()[1] == partial[:cut]
@@ -284,7 +284,7 @@ def test_lines_of_another_layout_are_reported(tmp_path, change, reason):
     path = tmp_path / "a.jsonl"
     lines = [json.dumps(record(1).as_dict() | change), "[1]", record(2).as_line().decode()]
     path.write_text("\n".join(lines))
-    results = load(path)
+    results = read(path)
     assert [each.id for each in results.records] == ["id2"]
     assert reason in results.problems[0].reason
     assert "no JSON object" in results.problems[1].reason
@@ -292,13 +292,13 @@ def test_lines_of_another_layout_are_reported(tmp_path, change, reason):
 
 def test_a_folder_that_is_missing_or_cannot_be_made(tmp_path):
     with pytest.raises(ResultsError, match="no results at"):
-        load(tmp_path / "missing")
+        read(tmp_path / "missing")
     (tmp_path / "file").write_text("x")
     with pytest.raises(ResultsError, match="another folder"):
         append(tmp_path / "file" / "a.jsonl", [record(1)])
     (tmp_path / "b.jsonl").mkdir()
     with pytest.raises(ResultsError, match=r"b\.jsonl"):
-        load(tmp_path)
+        read(tmp_path)
 
 
 def test_an_append_through_a_link_keeps_link_and_mode(tmp_path):
@@ -309,7 +309,7 @@ def test_an_append_through_a_link_keeps_link_and_mode(tmp_path):
     append(tmp_path / "link.jsonl", [replace(record(2), notes="through the link")])
     assert (tmp_path / "link.jsonl").is_symlink()
     assert real.stat().st_mode & 0o777 == 0o640
-    assert len(load(real).records) == 2
+    assert len(read(real).records) == 2
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_an_append_through_a_link_keeps_link_and_mode(tmp_path):
 def test_a_line_with_a_field_of_the_wrong_kind_is_a_problem_beside_the_good_ones(tmp_path, odd):
     lines = [json.dumps(record(0).as_dict() | odd), json.dumps(record(1).as_dict())]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    found = load(tmp_path)
+    found = read(tmp_path)
     assert [each.id for each in found.records] == ["id1"]
     assert f"wrong kind: {next(iter(odd))}" in found.problems[0].reason
 
@@ -326,4 +326,4 @@ def test_a_line_with_a_field_of_the_wrong_kind_is_a_problem_beside_the_good_ones
 def test_a_line_with_nan_is_no_json(tmp_path):
     good = json.dumps(record(0).as_dict())
     (tmp_path / "a.jsonl").write_text(good.replace("1.5", "NaN"))
-    assert "NaN" in load(tmp_path).problems[0].reason
+    assert "NaN" in read(tmp_path).problems[0].reason

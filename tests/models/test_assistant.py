@@ -1,11 +1,12 @@
 """The frozen-KV assistant: what it reads of its target, what it refuses, and that no form of it writes."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from cglab.errors import InputError, ModelError
 from cglab.models.assistant import Assistant, AssistantConfig, FrozenAttention, bound_layers, turns
@@ -190,6 +191,16 @@ def test_a_damaged_folder_is_told_by_its_fact(folder, change, fact):
     fields = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelError, match=fact):
+        load_draft(folder, Pair().target)
+
+
+def test_a_draft_s_weights_that_are_no_numbers_are_told_by_tensor_and_file(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {re.escape(name)} holds 1 values .* NaN"):
         load_draft(folder, Pair().target)
 
 

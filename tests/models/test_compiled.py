@@ -125,9 +125,8 @@ def test_b57_a_step_in_parts_is_the_same_step_and_compiles_nothing(monkeypatch):
     torch.manual_seed(0)
     both = Both(ModelConfig(**{**SHAPE, "qk_norm": True}))
     with nothing_compiled(both.model):
-        for part in (18, 20, 23):  # with a last part of many, of a few, and of one row
-            monkeypatch.setattr(compiled, "WHOLE_ROWS", 23)
-            monkeypatch.setattr(compiled, "PART_ROWS", part)
+        for most in (18, 20, 23):  # with a last part of many, of a few, and of one row
+            monkeypatch.setattr(compiled, "MOST_ROWS", most)
             both.prefill([Span(1, 0, 12), Span(2, 0, 12)])
 
 

@@ -164,6 +164,24 @@ def test_missing_unknown_misshapen_and_quantised_tensors_are_told(folder):
             load(folder)
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers_are_told_by_tensor_and_file(folder, odd):
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(folder, lambda tensors: tensors[name][3, :2].fill_(odd))
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {name} holds 2 values of 1536 that are NaN"):
+        load(folder)
+
+
+def test_weights_that_the_dtype_cannot_hold_are_told(folder):
+    name = "model.layers.0.mlp.down_proj.weight"
+    edit(folder, lambda tensors: tensors[name][0, 0].fill_(1e6))
+    assert load(folder).weights == "trained"
+    with pytest.raises(
+        ModelError, match=rf"{name} has values that torch.float16 cannot hold, the largest 1e\+06"
+    ):
+        load_model(folder, device="cpu", dtype=torch.float16)
+
+
 def test_tensors_that_follow_from_others_are_passed_over(folder):
     write_json(folder / "config.json", CONFIG | {"tie_word_embeddings": True})
     edit(

@@ -13,8 +13,10 @@ from cglab.engine.load import Load, LoadResult
 from cglab.engine.segments import Segment
 from cglab.engine.timing import RequestTiming
 from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.graphs.graph_nodes import GraphNode
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.ledger import CaptureCost
+from cglab.graphs.recorded_graph import RecordedGraph
 from cglab.lab.accepted import Accepted
 from cglab.lab.bucket_costs import measured_costs
 from cglab.lab.comparison import Comparison, Profile
@@ -300,6 +302,21 @@ def parts():
     return StepParts("prefill", "pico-gqa", workload, "cuda", arms)
 
 
+def recorded_graph():
+    """A copy after a kernel of a long name, a break, and a kernel."""
+    nodes = (
+        GraphNode(
+            0, "kernel", "scaled<float, 4>(float*)" + "x" * 100, grid=(7, 1, 1), block=(128, 1, 1), segment=0
+        ),
+        GraphNode(1, "copy", "memcpy", (0,), bytes=64, segment=0),
+        GraphNode(2, "break", "sample", (1,)),
+        GraphNode(3, "kernel", "argmax", (2,), grid=(1, 1, 1), block=(32, 1, 1), segment=1),
+    )
+    return RecordedGraph(
+        "decode breakable, bucket 4", ("graph of 2 nodes", "break sample", "graph of 1 nodes"), nodes
+    )
+
+
 @pytest.fixture
 def make():
     """The builders above, by name."""
@@ -309,6 +326,7 @@ def make():
         planner_records=planner_records, growth_records=growth_records, capture_records=capture_records,
         prefill_records=prefill_records, ttft_records=ttft_records, crossover_records=crossover_records,
         pipeline_records=pipeline_records, token_records=token_records, scheduler_records=scheduler_records,
+        recorded_graph=recorded_graph,
     )  # fmt: skip
 
 

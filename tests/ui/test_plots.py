@@ -9,6 +9,7 @@ from itertools import combinations
 import pytest
 
 from cglab.graphs.coverage import Coverage, Miss, Reason
+from cglab.graphs.recorded_graph import RecordedGraph
 from cglab.lab.recorded import newest
 from cglab.lab.sweep import Sweep
 from cglab.ui import plots, style
@@ -38,6 +39,7 @@ def views(make, records):
         "ttft": make.load_swept().plot,
         "recorded_capture": newest("capture", make.capture_records()).plot,
         "recorded_decode": newest("decode", records).plot,
+        "recorded_graph": make.recorded_graph().plot,
         "recorded_growth": newest("growth", make.growth_records()).plot,
         "recorded_pipeline": newest("pipeline", make.pipeline_records()).plot,
         "pipeline_sweep": lambda: plots.pipeline_sweep([("eager", 8, 1.0), ("breakable", 8, 3.0)], "By cap"),
@@ -57,9 +59,9 @@ def test_every_view_has_a_title_units_and_the_template(views):
         assert figure.layout.title.text, name
         assert figure.layout.template.layout.font.family.startswith("Open Sans"), name
         axes = plots.summary(figure).splitlines()[-1]
-        assert any(unit in axes for unit in ("(ms)", "(s)", "(µs)", "(ratio)", "(%)", "(tok/s)", "steps")), (
-            f"{name}: {axes}"
-        )
+        assert any(
+            unit in axes for unit in ("(ms)", "(s)", "(µs)", "(ratio)", "(%)", "(tok/s)", "(nodes)", "steps")
+        ), f"{name}: {axes}"
 
 
 def test_every_view_draws_the_same_bytes_twice(views):
@@ -392,3 +394,19 @@ def test_the_schedulers_view_has_the_parts_by_both_axes_in_order(make):
     assert [list(trace.x) for trace in drawn.data] == [[1, 8]] * 4 + [[0, 8]] * 4
     assert [trace.name for trace in drawn.data][:4] == ["plan", "inputs", "commit", "step"]
     assert "14 µs and 7 µs a request" in drawn.layout.title.subtitle.text
+
+
+def test_the_picture_of_a_graph_has_every_node_and_edge_of_its_table(make):
+    graph = make.recorded_graph()
+    frame, figure = graph.as_frame(), graph.plot()
+    waits, *kinds = figure.data
+    assert {trace.name: len(trace.x) for trace in kinds} == frame["kind"].value_counts().to_dict()
+    assert sorted(place for trace in kinds for place in trace.x) == sorted(frame["depth"])
+    assert len(waits.x) == 3 * frame["after"].map(len).sum()
+    assert len({trace.marker.symbol for trace in kinds}) == len(kinds), "no kind is told by its colour alone"
+    first = kinds[0].text[0]
+    assert "scaled&lt;float, 4>" in first and "grid (7, 1, 1)" in first and len(first.split("<br>")[0]) < 100
+
+
+def test_a_graph_of_nothing_says_so():
+    assert "call it once" in heading(RecordedGraph("step", (), ()).plot())[1]

@@ -1,0 +1,112 @@
+"""Modules that nobody here wrote: how much of each is captured, and that it computes what eager computes."""
+
+import pytest
+import torch
+from torch import nn
+
+from cglab.errors import InputError, NotInstalledError, OutputStructureError, UnsupportedOperationError
+from cglab.lab import transformers_arm, zoo_bench
+from cglab.lab.zoo import SPECIMENS, Specimen
+from cglab.lab.zoo_bench import Capture, examine, zoo
+
+CPU = torch.device("cpu")
+PARTLY = {"mixtral-loop": Capture.WITH_BREAKS}
+REFUSED = {
+    "gpt2-cache": OutputStructureError,  # a cache is no tensor
+    "encoder-masked": UnsupportedOperationError,  # a nested tensor
+    "gru": OutputStructureError,  # the last states have the rows on their second axis
+}
+ASKING = {"bert-masked", "gpt2", "gpt2-masked", "qwen3", "qwen3-masked", "qwen3-moe", "mixtral"}
+"""Those that look at their values unless they are told that they are captured."""
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_a_module_is_captured_as_far_as_it_can_be_and_equals_eager(name):
+    found = examine(SPECIMENS[name], CPU)
+    if name in REFUSED:
+        assert found.verdict is Capture.REFUSED and type(found.refusal) is REFUSED[name]
+        assert found.refusal.advice and found.parity is None and found.coverage.steps == 0
+        return
+    assert found.verdict is PARTLY.get(name, Capture.WHOLE), found.refusal
+    assert found.parity.verdict == "bitwise" and found.from_plain == 0.0, found.parity
+    assert found.coverage.eager == 0 and found.coverage.captured == (4 if SPECIMENS[name].padding else 1)
+    assert found.breaks == len(SPECIMENS[name].breaks) and found.operations > found.breaks
+
+
+@pytest.mark.parametrize("name", sorted(SPECIMENS.keys() - REFUSED.keys() - PARTLY.keys() - ASKING))
+def test_the_doctor_finds_nothing_in_what_is_captured_whole(name):
+    assert examine(SPECIMENS[name], CPU).foreseen
+
+
+def test_the_doctor_names_the_loop_over_experts():
+    findings = examine(SPECIMENS["mixtral-loop"], CPU).findings
+    assert {"HostReadError", "DynamicShapeError"} <= {finding.kind for finding in findings}
+    assert {finding.place.function for finding in findings} >= {"forward"}
+
+
+class Stale(nn.Module):
+    """Computes something else once it has aged: plain state, which a recording keeps as it was."""
+
+    calls = 0
+
+    def forward(self, x):
+        return x + (self.calls > 100)
+
+
+def test_a_replay_that_differs_is_corrupted():
+    stale = Stale()
+    specimen = Specimen(build=lambda: stale, inputs=lambda rows: {"x": torch.randn(rows, 3)}, buckets=(2,))
+    assert examine(specimen, CPU).parity.verdict == "bitwise"
+
+    def later(rows):
+        stale.calls = 0
+        return {"x": torch.randn(rows, 3)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        warm = zoo_bench._captured
+
+        def warm_and_age(*arguments):
+            captured = warm(*arguments)
+            stale.calls = 101
+            return captured
+
+        patch.setattr(zoo_bench, "_captured", warm_and_age)
+        aged = examine(Specimen(build=lambda: stale, inputs=later, buckets=(2,)), CPU)
+    assert aged.parity.verdict == "corrupted"
+
+
+def test_the_bench_records_each_module_with_what_was_found():
+    records = list(zoo(CPU, modules=["encoder", "encoder-masked"]))
+    assert [record.model for record in records] == ["encoder", "encoder-masked"]
+    whole, refused = (record.metrics for record in records)
+    assert (
+        whole["captured"] == "whole"
+        and whole["refusal"] is None
+        and records[0].parity["verdict"] == "bitwise"
+    )
+    assert refused["captured"] == "refused" and "nested tensor" in refused["refusal"] and refused["next_step"]
+    assert all(record.notes == "captured on the tape" for record in records)
+
+
+def test_quick_is_of_torch_alone_and_an_unknown_name_lists_the_good_ones():
+    assert {record.workload["package"] for record in zoo(CPU, quick=True)} == {"torch"}
+    with pytest.raises(InputError, match="mamba2"):
+        list(zoo(CPU, modules=["bert", "nothing"]))
+
+
+def test_models_of_a_package_that_is_not_there_are_asked_for_in_vain(monkeypatch):
+    monkeypatch.setattr(transformers_arm, "installed", lambda: False)
+    with pytest.raises(NotInstalledError, match="modules=encoder"):
+        list(zoo(CPU))
+    assert [record.model for record in zoo(CPU, modules=["unet-block"])] == ["unet-block"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_a_module_on_a_gpu_is_bitwise_or_refused_with_the_next_step(cuda, name):
+    found = examine(SPECIMENS[name], cuda)
+    if found.verdict is Capture.REFUSED:
+        assert found.refusal.advice
+    else:
+        assert found.parity.verdict == "bitwise", found.parity
