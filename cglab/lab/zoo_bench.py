@@ -24,7 +24,8 @@ from cglab.graphs.breaks import Aside, eager_break, staged
 from cglab.graphs.capture import CapturedFunction, capture
 from cglab.graphs.capture_state import said_to_capture
 from cglab.graphs.coverage import Coverage
-from cglab.graphs.doctor import Finding, doctor
+from cglab.graphs.doctor import doctor
+from cglab.graphs.doctor_findings import Finding
 from cglab.graphs.slots import Slot
 from cglab.lab import transformers_arm
 from cglab.lab.step_metrics import Progress, silent
