@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,11 +174,12 @@ class _Patient:
         recorder = recorder_for(self.device)
         pool = recorder.new_pool()
         backend = kind(recorder, pool, inline_breaks=self.inline_breaks)
+        # Where it is not needed it is left out: a mode of torch's functions has some modules take another path.
+        machine = on_cpu(Streams()) if self.watch.stood_in else nullcontext()
         try:
-            with nullcontext() if torch.cuda.is_available() else on_cpu(Streams()), backend.capture_session():
-                backend.capture_one(
-                    ShapeKey(1), lambda: self.function(*self.args, **self.inputs), after_warmup=undo
-                )
+            with machine, backend.capture_session():
+                call = partial(self.function, *self.args, **self.inputs)
+                backend.capture_one(ShapeKey(1), call, after_warmup=undo)
         except CaptureError as error:
             return [Finding.of_error(error, error.place or self.beginning(), at)]
         finally:

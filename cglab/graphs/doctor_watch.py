@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_iter
 
 from cglab.errors import CaptureError, DynamicShapeError, HostReadError, Place
 from cglab.graphs.breaks import Aside, Body, Inline, capturing, staged
+from cglab.graphs.capture_state import said_to_capture
 from cglab.graphs.doctor_findings import Finding
 from cglab.graphs.doctor_refusals import host_copy, is_default, pinning, unpinned, unregistered
 from cglab.graphs.doctor_stand_ins import Streams, names_cuda, on_cpu, unjoined
@@ -71,6 +72,7 @@ class Run:
             follow from that.
         held: outside memory that was read, by address; kept, so that no other memory gets the address meanwhile.
         made: memory that came into being, by address.
+        stood_in: whether it asked for CUDA on a machine without.
         drawn: the state that generators of the user's had before they were drawn from.
     """
 
@@ -80,6 +82,7 @@ class Run:
     until: int | None = None
     held: dict[int, Tensor] = field(default_factory=dict)
     made: dict[int, Made] = field(default_factory=dict)
+    stood_in: bool = False
     drawn: dict[torch.Generator, Tensor] = field(default_factory=dict)
 
     def tell(self, error: CaptureError, place: Place | None) -> None:
@@ -139,6 +142,7 @@ def watched(inputs: Any, device: torch.device, *, inline_breaks: bool = False) -
     with (
         _real_streams(run) if real else _modelled_streams(run) as streams,
         staged(stage),
+        said_to_capture(),
         _Operations(run, device, streams),
         _Calls(run, device, pretend=not real),
     ):
@@ -154,6 +158,7 @@ def _modelled_streams(run: Run) -> Iterator[Streams]:
     streams = Streams(run.tell)
     with on_cpu(streams):
         yield streams
+    run.stood_in = streams.used
     streams.end()
 
 
