@@ -128,9 +128,6 @@ def plan_matrix(
     no_cuda = "the cpu was asked for (CGLAB_DEVICE)" if present else "this machine has no CUDA device"
     planned, left = [], []
     for name in techniques or TECHNIQUES:
-        if (reason := TECHNIQUES[name].reason) is not None:
-            left.append(NotRun(name, "any", "any", reason))
-            continue
         config = find_model(model_of(name)).config
         for recorder in RECORDERS:
             if recorder not in devices:
