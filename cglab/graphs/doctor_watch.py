@@ -1,14 +1,14 @@
 """The watch: one run of a function under the doctor, with every operation, its line, and what it reads and makes.
 
-What a capture refuses is noted and not raised, so that one run finds it all. On a machine without CUDA a function
-that is written for a GPU runs all the same: the device ``cuda`` is the CPU then, and streams are stand-ins.
+What a capture refuses is noted and not raised, so that one run finds it all. On a CPU a function that is written for a
+GPU runs all the same: the device ``cuda`` is the CPU then, and streams are stand-ins.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,11 +138,12 @@ def watched(inputs: Any, device: torch.device, *, inline_breaks: bool = False) -
     """
     run = Run({leaf.untyped_storage().data_ptr() for leaf in filter(_has_memory, tree_iter(inputs))})
     stage = Inline() if inline_breaks else _Break(run)
-    real = torch.cuda.is_available()
+    real = device.type == "cuda"
     with (
         _real_streams(run) if real else _modelled_streams(run) as streams,
         staged(stage),
         said_to_capture(),
+        uncompiled(),
         _Operations(run, device, streams),
         _Calls(run, device, pretend=not real),
     ):
@@ -151,6 +152,13 @@ def watched(inputs: Any, device: torch.device, *, inline_breaks: bool = False) -
         finally:
             for generator, state in run.drawn.items():
                 generator.set_state(state)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Within, compiled functions run as they are written: the compiler knows nothing of modes that watch."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load the compiler takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
