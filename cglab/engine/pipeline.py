@@ -127,7 +127,7 @@ class Pipeline:
             return
         self.largest = max(self.largest, batch.tokens)
         write_page_tables(self.kv, batch.requests)
-        inputs = step_inputs(batch.chunks, self.runner.columns, self.kv)
+        inputs = step_inputs(batch.chunks, self.runner.own, self.kv)
         if not self.runner.stage.first:
             inputs |= self.links.receive(self.runner.taken, batch.tokens)
         output = self._compute(batch, inputs)

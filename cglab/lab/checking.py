@@ -34,7 +34,7 @@ CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {
 LATENT_ALONE = (*SPARSE, "draft_extend")
 """Those that only a model with latent attention has."""
 
-OF_LATENT = ("decode", *LATENT_ALONE)
+OF_LATENT = ("decode", "pp_prefill", *LATENT_ALONE)
 """Those that are checked on one."""
 
 MODEL, LATENT, WINDOW = "pico-gqa", "dsa-tiny", 20

@@ -20,6 +20,7 @@ from cglab.runners.base import GraphGroup
 from cglab.runners.draft_extend import DraftExtendRunner
 from cglab.runners.dsa_policy import Parts, floor_by_rule, gates
 from cglab.runners.dsa_prefill import DsaPrefillRunner
+from cglab.runners.pipeline_stage import DsaStageRunner, PipelineStageRunner
 from cglab.settings import NEXTN_SWITCH, read_settings
 
 CPU_ROWS: Final = 4
@@ -139,6 +140,26 @@ class SparseArm:
         if floor is None:
             floor = floor_by_rule(buckets, kernel_rows(group.device))
         return DraftExtendRunner(layer, kv, group, buckets, options, parts=parts, floor=floor)
+
+
+def stage_runner(
+    model: Decoder, kv: PagedKV, group: GraphGroup, buckets: Sequence[int], options: Options
+) -> PipelineStageRunner:
+    """The prefill of a pipeline's stage; of a model with latent attention with all recorded but scores and top-k.
+
+    Args:
+        model: the stage.
+        kv: the cache of its layers.
+        group: pool and shared buffers.
+        buckets: token counts to capture.
+        options: backend (breakable or eager), padding and the rest.
+    """
+    if not isinstance(model.config, DsaConfig):
+        return PipelineStageRunner(model, kv, group, buckets, options)
+    floor = floor_by_rule(buckets, kernel_rows(group.device))
+    return DsaStageRunner(
+        model, kv, group, buckets, options, parts=SparseArm(options.backend).parts, floor=floor
+    )
 
 
 def extend_sizes(buckets: Sequence[int], prefill_buckets: Sequence[int]) -> list[int]:

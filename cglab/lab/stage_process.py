@@ -23,6 +23,7 @@ from cglab.engine.requests import Request
 from cglab.engine.workload import PrefillStep
 from cglab.errors import CglabError
 from cglab.graphs.options import Options
+from cglab.lab.sparse_prefill import stage_runner
 from cglab.lab.stage_job import ARMS, StageJob
 from cglab.lab.step_metrics import break_metrics
 from cglab.lab.steps import step_parity
@@ -63,7 +64,7 @@ class StageProcess:
             window=source.config.sliding_window,
         )  # fmt: skip
         self.kv = paged_kv(layout, source.config, device=device, dtype=dtype, layers=stage.layers)
-        self.ops = check_ops(job.ops, device)
+        self.ops = check_ops(job.ops, device, source.config)
         use_ops(self.ops, self.loaded.model, self.kv)
         self.group = GraphGroup(device)
 
@@ -83,7 +84,7 @@ class StageProcess:
         while size >= min(SMALLEST, cap):
             sizes.append(size)
             size //= 2
-        runner = PipelineStageRunner(self.loaded.model, self.kv, self.group, sizes, Options(arm))
+        runner = stage_runner(self.loaded.model, self.kv, self.group, sizes, Options(arm))
         runner.capture()
         return runner
 
@@ -160,10 +161,8 @@ class StageProcess:
             Span(0, 0, min(self.job.prompt, tokens - first)) for first in range(0, tokens, self.job.prompt)
         ]
         zeros = torch.zeros(tokens, dtype=torch.int64, device=self.device)
-        inputs = dict.fromkeys(runner.columns, zeros) | {
-            proxy.name: torch.randn_like(proxy.empty(tokens, self.device)) for proxy in runner.taken
-        }
-        return PrefillStep(spans, inputs)
+        noise = runner.noise(tokens, torch.Generator(self.device).manual_seed(self.job.seed))
+        return PrefillStep(spans, dict.fromkeys(runner.own, zeros) | noise)
 
 
 def main(path: Path) -> int:

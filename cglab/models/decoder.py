@@ -173,8 +173,17 @@ class Decoder(nn.Module):
         self.register_buffer("rotary", rotary_table(config).to(**place), persistent=False)
 
     @property
-    def proxies(self) -> tuple[Proxy, ...]:
-        """What one stage hands to the next in this body, declared."""
+    def taken(self) -> tuple[Proxy, ...]:
+        """What this stage takes from the one before, declared; nothing of the first."""
+        return () if self.stage.first else self.carried_into(self.stage.layers.start)
+
+    @property
+    def handed(self) -> tuple[Proxy, ...]:
+        """What this stage hands to the next, declared; nothing of the last."""
+        return () if self.stage.last else self.carried_into(self.stage.layers.stop)
+
+    def carried_into(self, layer_index: int) -> tuple[Proxy, ...]:
+        """What a stage that begins with this layer takes, in this body."""
         return tuple(Proxy(name, (self.config.hidden_size,), self.rotary.dtype) for name in self.body.carries)
 
     def block(self, layer_index: int, **place: Any) -> Block:
@@ -200,7 +209,7 @@ class Decoder(nn.Module):
         self,
         *,
         positions: Tensor,
-        attend: Attend,
+        attend: Any,
         input_ids: Tensor | None = None,
         proxies: Mapping[str, Any] | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -213,13 +222,14 @@ class Decoder(nn.Module):
             proxies: what the stage before returned, by name; of all others.
 
         Returns:
-            What ``proxies`` declares, in that order, each [T, *columns]; of the last stage what ``forward`` returns.
+            What ``handed`` declares, in that order, each [T, *columns]; of the last stage what ``forward`` returns.
 
         Raises:
             InputError: if the first stage has no tokens, or another one lacks a proxy.
         """
         if not self.stage.first:
-            carried = tuple(bind(self.proxies, proxies or {}).values())
+            bound = bind(self.taken, proxies or {})
+            carried = tuple(bound[name] for name in self.body.carries)
         elif input_ids is not None:
             carried = (self.embedding(input_ids),)
         else:

@@ -1,12 +1,14 @@
 """The decoder of the GLM-MoE-DSA kind: the stack of ``decoder`` with latent attention and routed experts in its layers.
 
 Embedding, norms, dense feed-forward, body and head are those of every decoder. What its layers ask of a step is a
-``LatentAttend`` (``sparse``, ``dense``), over a cache whose keys are latents and whose values are index keys.
+``LatentAttend`` (``sparse``, ``dense``), over a cache whose keys are latents and whose values are index keys. Where a
+stage of a pipeline begins with a layer that shares the selection of the one before, that is handed over too (S2).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +20,10 @@ from cglab.models.experts import RoutedExperts
 from cglab.models.layout import Piece
 from cglab.models.mla import LatentAttend, LatentAttention
 from cglab.models.rotary import paired
-from cglab.models.stages import Stage
+from cglab.models.stages import Proxy, Stage, bind
+
+SELECTION: Final = "topk_indices"
+"""The proxy of a selection: [tokens, index_topk] int32."""
 
 
 class DsaBlock(Block):
@@ -51,9 +56,6 @@ class DsaDecoder(Decoder):
         stage: the part; None for the whole.
         device: where the parameters are allocated.
         dtype: their dtype, but for the routers', which is float32.
-
-    Raises:
-        InputError: for a stage whose first layer selects nothing itself: no proxy hands it the selection before.
     """
 
     config: DsaConfig
@@ -66,11 +68,6 @@ class DsaDecoder(Decoder):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if stage is not None and stage.layers.start in config.shared_layers:
-            raise InputError(
-                f"{stage} begins with a layer that reuses the selection of the one before, which another stage has; "
-                f"cut before a layer that is none of {list(config.shared_layers)}"
-            )
         super().__init__(config, stage=stage, device=device, dtype=dtype)
         self.rotary = paired(self.rotary)
 
@@ -78,6 +75,37 @@ class DsaDecoder(Decoder):
         """A layer of the stack, unfilled."""
         routed = layer_index >= self.config.dense_layers
         return DsaBlock(self.config, routed=routed, shared=layer_index in self.config.shared_layers, **place)
+
+    def carried_into(self, layer_index: int) -> tuple[Proxy, ...]:
+        """See ``Decoder``; and, if the layer shares one, the selection: slots, alike in all stages' caches."""
+        carried = super().carried_into(layer_index)
+        if layer_index not in self.config.shared_layers:
+            return carried
+        return (*carried, Proxy(SELECTION, (self.config.index_topk,), torch.int32, padding=-1))
+
+    def part(
+        self,
+        *,
+        positions: Tensor,
+        attend: LatentAttend,
+        input_ids: Tensor | None = None,
+        proxies: Mapping[str, Any] | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """See ``Decoder``; the step attends to a selection that is among the proxies.
+
+        Raises:
+            InputError: as there, or if the next stage needs a selection and the step is dense, which makes none.
+        """
+        if proxies is not None:
+            attend.selected = bind(self.taken, proxies).get(SELECTION)
+        out = super().part(positions=positions, attend=attend, input_ids=input_ids, proxies=proxies)
+        if SELECTION not in (proxy.name for proxy in self.handed):
+            return out
+        if attend.selected is None:
+            raise InputError(
+                f"{self.stage} hands on what it selected, and a dense step selects nothing; run a sparse one"
+            )
+        return (*out, attend.selected)
 
 
 def dsa_layout(config: DsaConfig) -> dict[str, Piece]:

@@ -68,7 +68,6 @@ class LatentDecode(LatentAttend):
         last = (seq_lens.unsqueeze(1) - width + position[:width]).flatten()
         self.real = out_slots > 0
         self.seen = (position <= last.unsqueeze(1)) & self.real.unsqueeze(1)
-        self.selected: Tensor | None = None
 
     def cache(self, layer_index: int) -> LayerCache:
         """The layer's latents (``keys``) and index keys (``values``) with the slots of this step."""

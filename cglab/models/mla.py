@@ -27,7 +27,14 @@ GATHERED_BYTES: Final = 1 << 30
 
 
 class LatentAttend(ABC):
-    """What a stack with latent attention asks of a step; it selects, attends and routes, each in a break or not."""
+    """What a stack with latent attention asks of a step; it selects, attends and routes, each in a break or not.
+
+    Attributes:
+        selected: [T, index_topk] int32, the slots that the layer which selected last attends to, then -1; None before
+            any has, or where a step keeps every key.
+    """
+
+    selected: Tensor | None = None
 
     @abstractmethod
     def select(

@@ -122,7 +122,6 @@ class SparseAttention(LatentAttend):
         room = len(kv.context_positions) if isinstance(keys, LiveKeys) else keys.longest
         self.columns = columns or min(index_topk, room)
         self.live = out_slots > 0
-        self.selected: Tensor | None = None
 
     def cache(self, layer_index: int) -> LayerCache:
         """The layer's latents (``keys``) and index keys (``values``) with the slots of this step."""

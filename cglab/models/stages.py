@@ -127,11 +127,13 @@ class Proxy(NamedTuple):
         name: what it is bound by.
         columns: shape of one token.
         dtype: element type.
+        padding: what a padded token has.
     """
 
     name: str
     columns: tuple[int, ...]
     dtype: torch.dtype
+    padding: int = 0
 
     def empty(self, tokens: int, device: torch.device) -> Tensor:
         """Room for so many tokens: [tokens, *columns]."""
@@ -150,7 +152,7 @@ def bind(declared: Sequence[Proxy], given: Mapping[str, Any]) -> dict[str, Tenso
             f"the stage needs {', '.join(absent)} and was handed {', '.join(given) or 'nothing'}: "
             "compute both stages in the same ops, and hand over all that the one before gives"
         )
-    for name, columns, dtype in declared:
+    for name, columns, dtype, _ in declared:
         found = given[name]
         if tuple(found.shape[1:]) != columns or found.dtype != dtype:
             raise InputError(

@@ -7,6 +7,9 @@ buffers of their own outside the pool: live values are copied in before every re
 they are computed like any other (P75), and what is handed on is a copy cut to the live tokens (P73), since the next
 micro-batch replays while it is still on its way.
 
+A model with latent attention is cut anywhere: where a stage begins with a layer that shares the selection of the one
+before, that is a proxy too. What of its layers is recorded beside is as in T8, T9 and T9b.
+
 It cannot: serve more tokens than its limit, 8192 or the crossover found, unless one is given; capture a layer that has
 no attention; or replay what another rank could not record. Each of these runs eager with its reason, on all ranks
 alike: they decide by one rule on what all of them have, and that is agreed on once, after capturing (P10, B79).
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -30,7 +33,8 @@ from cglab.models.decoder import Decoder
 from cglab.models.kv import PagedKV
 from cglab.models.stages import Stage, by_global_id, held_layers
 from cglab.runners.base import GraphGroup
-from cglab.runners.prefill import WARMUP_LENGTH, PrefillRunner
+from cglab.runners.dsa_prefill import DsaPrefillRunner
+from cglab.runners.prefill import PrefillRunner
 from cglab.runners.ranks import Ranks
 
 STAGE_LIMIT: Final = 8192
@@ -75,10 +79,11 @@ class PipelineStageRunner(PrefillRunner):
         group: pool and shared buffers.
         buckets: token counts to capture, the same on all ranks; see ``stage_sizes``.
         options: backend, padding and the rest.
-        warmup_length: most tokens of each request of the example that a capture warms up with.
+        **rest: as the runner of the whole model takes it.
 
     Attributes:
-        columns: the inputs that follow from a batch alone; the others are proxies.
+        taken: the proxies of the stage before.
+        own: the inputs that follow from a batch alone; the others are proxies.
     """
 
     technique = "pp_prefill"
@@ -91,17 +96,15 @@ class PipelineStageRunner(PrefillRunner):
         group: GraphGroup,
         buckets: Sequence[int],
         options: Options,
-        *,
-        warmup_length: int = WARMUP_LENGTH,
+        **rest: Any,
     ) -> None:
-        self.stage = model.stage
-        self.taken = () if self.stage.first else model.proxies
+        self.stage, self.taken = model.stage, model.taken
         self._lacking: dict[int, Miss] = {}
         layers = ((layer, getattr(block, "attention", None)) for layer, block in held_layers(model.blocks))
         miss = layer_miss(self.stage, by_global_id(layers, model.config.num_layers))
         options = replace(options, clone=not self.stage.last, refusal=options.refusal or miss)
-        super().__init__(model, kv, group, buckets, options, warmup_length=warmup_length)
-        self.columns = self.inputs[: len(self.inputs) - len(self.taken)]
+        super().__init__(model, kv, group, buckets, options, **rest)
+        self.own = self.inputs[: len(self.inputs) - len(self.taken)]
 
     def needed(self) -> tuple[str, ...]:
         """See ``PrefillRunner``; tokens on the first stage, proxies on all others."""
@@ -111,9 +114,10 @@ class PipelineStageRunner(PrefillRunner):
         return (*(name for name in columns if name != "input_ids"), *(proxy.name for proxy in self.taken))
 
     def slots(self) -> dict[str, Slot]:
-        """See ``PrefillRunner``; of a proxy one row a token, in its declared shape and dtype."""
+        """See ``PrefillRunner``; of a proxy one row a token, as it is declared."""
         proxies = {
-            name: Slot(shape=(-1, *columns), dtype=dtype, pad=0.0) for name, columns, dtype in self.taken
+            name: Slot(shape=(-1, *columns), dtype=dtype, pad=padding)
+            for name, columns, dtype, padding in self.taken
         }
         return super().slots() | proxies
 
@@ -124,7 +128,7 @@ class PipelineStageRunner(PrefillRunner):
             **inputs: ``self.inputs``: columns [tokens] int64, proxies [tokens, *columns] as declared.
 
         Returns:
-            The proxies that ``model.proxies`` declares, in that order; of the last stage hidden states
+            The proxies that ``model.handed`` declares, in that order; of the last stage hidden states
             [tokens, hidden_size], normed.
         """
         return self.model.part(
@@ -134,15 +138,27 @@ class PipelineStageRunner(PrefillRunner):
 
     def named(self, output: Sequence[Tensor]) -> dict[str, Tensor]:
         """What a stage hands on, by name."""
-        return {proxy.name: each for proxy, each in zip(self.model.proxies, output, strict=True)}
+        return {proxy.name: each for proxy, each in zip(self.model.handed, output, strict=True)}
 
     def vary(self, views: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """See ``PrefillRunner``; proxies are noise."""
         super().vary(views, generator)
-        for proxy in self.taken:
-            views[proxy.name].copy_(
-                torch.randn(views[proxy.name].shape, generator=generator, device=generator.device)
-            )
+        for name, value in self.noise(len(views["out_slots"]), generator).items():
+            views[name].copy_(value)
+
+    def noise(self, tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Proxies that no stage has computed: [tokens, *columns] of each, where the generator is."""
+        drawn = {}
+        for name, columns, dtype, _ in self.taken:
+            size = (tokens, *columns)
+            if dtype.is_floating_point:
+                drawn[name] = torch.randn(size, generator=generator, device=generator.device).to(dtype)
+            else:  # slots, but for the reserved ones
+                least, slots = self.kv.page_size, self.kv.full.keys.shape[1]
+                drawn[name] = torch.randint(
+                    least, slots, size, generator=generator, device=generator.device, dtype=dtype
+                )
+        return drawn
 
     def agree(self, ranks: Ranks) -> None:
         """Drops, on all ranks alike, the buckets that one of them has no recording of; all call it after capturing.
@@ -184,3 +200,14 @@ class PipelineStageRunner(PrefillRunner):
             return miss
         bucket = self.captured.pad(self.rows(self.live.spans))
         return bucket if isinstance(bucket, Miss) else self._lacking.get(bucket)
+
+
+class DsaStageRunner(PipelineStageRunner, DsaPrefillRunner):
+    """The prefill of one stage of a model with latent attention over the cache of its layers; arguments of both.
+
+    A selection has as many columns in every stage as keys are kept, whatever the cache has room for: it is declared so.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.columns = self.topk

@@ -21,10 +21,10 @@ from cglab.engine.pipeline import Pipeline
 from cglab.engine.requests import Request, Sampling
 from cglab.errors import RankError
 from cglab.graphs.options import Options
+from cglab.lab.sparse_prefill import stage_runner
 from cglab.models.loading import find_model, load_model
 from cglab.models.stages import cut
 from cglab.runners.base import GraphGroup
-from cglab.runners.pipeline_stage import PipelineStageRunner
 
 CPU = torch.device("cpu")
 BUCKETS, BUDGET, CONTEXT = (8, 16, 32), 32, 80
@@ -42,8 +42,8 @@ def requests(lengths, limit, *, heat=0.0):
 
 
 def mixed():
-    """Some in chunks, some several to a step."""
-    return requests((3, 41, 8, 17, 1, 33, 9), 4, heat=0.8)
+    """Some in chunks, some several to a step; one is longer than what pico-dsa keeps."""
+    return requests((3, 75, 8, 17, 1, 33, 9), 4, heat=0.8)
 
 
 def even():
@@ -83,7 +83,7 @@ def wait_for(plan):
 def main(plan):
     rank, count, fault = plan["rank"], plan["count"], plan.get("fault", {})
     at, how = (fault["at"], fault["how"]) if fault.get("rank") == rank else (None, None)
-    source = find_model("pico-gqa")
+    source = find_model(plan["model"])
     stage = cut(source.config.num_layers, count)[rank]
     model = load_model(source, device=CPU, dtype=torch.float32, stage=stage).model
     layout = CacheLayout.for_requests(9, CONTEXT, 16, budget=BUDGET)
@@ -94,7 +94,7 @@ def main(plan):
     told = {}
     for mode in plan["modes"]:
         kv = paged_kv(layout, model.config, device=CPU, dtype=torch.float32, layers=stage.layers)
-        runner = PipelineStageRunner(model, kv, GraphGroup(CPU), BUCKETS, Options(mode))
+        runner = stage_runner(model, kv, GraphGroup(CPU), BUCKETS, Options(mode))
         if at == "capture" and how != "skips":
             fail(how)
         if at != "capture":
@@ -114,6 +114,7 @@ def main(plan):
         told[mode] = {
             "tokens": [request.output for request in asked[0] + asked[1]], "captured": counts.captured,
             "reasons": counts.reasons, "largest": pipeline.largest, "layers": kv.full.layers,
+            "taken": {proxy.name: [list(proxy.columns), str(proxy.dtype)] for proxy in runner.taken},
             "kv": [hashlib.sha1(cache[:, 16:].numpy().tobytes()).hexdigest() for cache in kv.caches().values()],
         }  # fmt: skip
     links.close()

@@ -28,6 +28,12 @@ from .pipeline_rank import BUCKETS, BUDGET, CONTEXT, even, mixed
 CPU = torch.device("cpu")
 START = 120  # seconds that processes may take to load on a busy machine; deadlines count from after that
 
+TAKEN = {
+    "pico-gqa": {"hidden_states": [[256], "torch.float32"]},
+    "pico-dsa": {"hidden_states": [[128], "torch.float32"], "topk_indices": [[64], "torch.int32"]},
+}
+"""What the second stage takes by model, a token: whichever the cut, that of pico-dsa begins with a layer that shares."""
+
 
 @dataclass
 class Ended:
@@ -44,12 +50,13 @@ def ranks(tmp_path, root):
     """Starts the ranks of a pipeline and ends them, whatever happens: files for ports, and a deadline for all."""
     started = []
 
-    def start(count, *, modes=("breakable",), deadline=30.0, **plan):
+    def start(count, *, model="pico-gqa", modes=("breakable",), deadline=30.0, **plan):
         for rank in range(count):
             told = {
                 **plan,
                 "rank": rank,
                 "count": count,
+                "model": model,
                 "modes": modes,
                 "deadline": deadline,
                 "folder": str(tmp_path),
@@ -77,9 +84,9 @@ def ranks(tmp_path, root):
         process.wait()
 
 
-def alone():
+def alone(model="pico-gqa"):
     """Tokens of the same requests in one process, eager."""
-    with cglab.open("pico-gqa", device="cpu", max_batch=8, max_context=CONTEXT, token_budget=BUDGET,
+    with cglab.open(model, device="cpu", max_batch=8, max_context=CONTEXT, token_budget=BUDGET,
                     prefix_reuse=False, ops="portable") as lab:  # fmt: skip
         lab.captures.decode = lab.captures.prefill = "eager"
         asked = mixed() + even()
@@ -89,10 +96,11 @@ def alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
-def test_tokens_equal_one_process_and_captured_equals_eager_stages_to_the_bit(ranks, count):
-    ended = ranks(count, modes=("eager", "breakable"))
+@pytest.mark.parametrize("model", TAKEN)
+def test_tokens_equal_one_process_and_captured_equals_eager_stages_to_the_bit(ranks, model, count):
+    ended = ranks(count, model=model, modes=("eager", "breakable"))
     assert [each.status for each in ended] == [0] * count, ended
-    wanted = alone()
+    wanted = alone(model)
     for each in ended:
         eager, captured = each.told["eager"], each.told["breakable"]
         assert eager["tokens"] == captured["tokens"] == wanted
@@ -102,6 +110,8 @@ def test_tokens_equal_one_process_and_captured_equals_eager_stages_to_the_bit(ra
         assert captured["largest"] == BUDGET == eager["largest"], "no forward exceeds the aggregate cap"
     layers = [layer for each in ended for layer in each.told["breakable"]["layers"]]
     assert layers == list(range(len(layers))), "each stage caches its own"
+    second, *others = (each.told["breakable"]["taken"] for each in ended[1:])
+    assert second == TAKEN[model] and all(list(taken) == ["hidden_states"] for taken in others)
     assert len({json.dumps(each.told["breakable"]["reasons"]) for each in ended}) == 1, "P10: one decision"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cglab.errors import ToggleError
-from cglab.lab.checking import CASES, LATENT_ALONE, check_technique
+from cglab.lab.checking import CASES, LATENT_ALONE, OF_LATENT, check_technique
 from cglab.lab.plants import PLANTS, planted
 from cglab.lab.techniques import TECHNIQUES
 from cglab.runners.decode import DecodeRunner
@@ -39,7 +39,7 @@ def test_p11_p27_b26_sequences_over_windows_hold_against_three_oracles(name):
     assert f"{name} on pico-gqa with windows (tape, float32): ok" in str(found)
 
 
-@pytest.mark.parametrize("name", ["decode", *LATENT_ALONE])
+@pytest.mark.parametrize("name", OF_LATENT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sequences_of_latent_attention_hold_against_three_oracles(name, dtype):
     found = check_technique(name, 2 if name == "decode" else 4, device=CPU, latent=True, dtype=dtype)
@@ -84,7 +84,9 @@ def test_a_plant_is_taken_out_again():
 
 def test_latent_attention_where_it_is_not_checked_is_refused():
     for options in ({"name": "verify", "latent": True}, {"name": "dsa_attention", "windowed": True}):
-        with pytest.raises(ToggleError, match="without these are decode, dsa_attention, dsa_indexer_prep"):
+        with pytest.raises(
+            ToggleError, match="without these are decode, pp_prefill, dsa_attention, dsa_indexer_prep"
+        ):
             check_technique(cases=1, device=CPU, **options)
 
 

@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 from cglab.errors import InputError
 from cglab.models.compiled import Compiled
 from cglab.models.config import ModelConfig
+from cglab.models.dense import DenseAttention
+from cglab.models.dsa_config import DsaConfig
+from cglab.models.indexer import KeyRanges
 from cglab.models.kv import PagedKV
 from cglab.models.loading import load_model, random_model
 from cglab.models.regions import torch_kernels
 from cglab.models.spans import LiveSpans, PrefillAttention, Span
+from cglab.models.sparse import Breaks, LiveKeys, SparseAttention
 from cglab.models.stages import Elsewhere, Proxy, bind, by_global_id, cut
 
 from .latent import TINY
@@ -28,6 +32,7 @@ CONFIGS = {
     "tied": CONFIG,
     "untied": replace(CONFIG, tie_embeddings=False),
     "windows": replace(CONFIG, sliding_window=5, window_layers=(0, 1)),
+    "latent": replace(TINY, num_layers=5, shared_layers=(2, 3)),
 }
 SPANS = [Span(1, 0, 9), Span(2, 0, 1), Span(3, 0, 6)]
 
@@ -101,18 +106,6 @@ def test_a_stage_of_a_checkpoint_reads_its_own_tensors():
         assert sum(p.numel() for p in part.parameters()) < sum(p.numel() for p in wanted.values())
 
 
-def test_p76_a_stage_of_latent_layers_begins_where_a_selection_is_made():
-    whole = dict(random_model(TINY, device=CPU, dtype=torch.float32, seed=4).named_parameters())
-    seen = []
-    for stage in cut(4, 2, [1, 3]):
-        part = random_model(TINY, device=CPU, dtype=torch.float32, seed=4, stage=stage)
-        assert all(torch.equal(each, whole[name]) for name, each in part.named_parameters())
-        seen += [name for name, _ in part.named_parameters()]
-    assert sorted(seen) == sorted(whole)
-    with pytest.raises(InputError, match=r"stage 1 of 2 .* reuses the selection .* none of \[2\]"):
-        random_model(TINY, device=CPU, dtype=torch.float32, stage=cut(4, 2)[1])
-
-
 class Row:
     """Stages in a row over the caches of their own layers, and the whole beside them."""
 
@@ -136,6 +129,10 @@ class Row:
         self.input_ids = torch.arange(len(positions)) % config.vocab_size
 
     def attend(self, kv):
+        if isinstance(self.parts[0].config, DsaConfig):
+            keys = LiveKeys(KeyRanges.of(SPANS, kv.full))
+            kept = self.parts[0].config.index_topk
+            return SparseAttention(kv, out_slots=self.slots, keys=keys, breaks=Breaks(), index_topk=kept)
         windows = {"window_out_slots": self.slots} if kv.sliding is not None else {}
         return PrefillAttention(kv, out_slots=self.slots, live=LiveSpans(SPANS), **windows)
 
@@ -150,19 +147,20 @@ class Row:
             given = {"input_ids": self.input_ids} if part.stage.first else {"proxies": handed[-1]}
             out = part.part(positions=self.positions, attend=self.attend(kv), **given)
             if not part.stage.last:
-                handed.append(dict(zip((each.name for each in part.proxies), out, strict=True)))
+                handed.append(dict(zip((each.name for each in part.handed), out, strict=True)))
         return wanted, out, handed
 
 
 @configs
 @counts
 def test_stages_in_a_row_compute_the_whole_to_the_bit_and_cache_their_own_layers(name, count):
+    """One of latent attention takes a selection where its first layer shares one, or hands it through."""
     row = Row(CONFIGS[name], count)
     wanted, got, handed = row.run()
     assert torch.equal(got, wanted)
-    assert [list(each) for each in handed] == [["hidden_states"]] * (count - 1), (
-        "a contract of hidden states alone"
-    )
+    shared = getattr(CONFIGS[name], "shared_layers", ())
+    for stage, taken in zip(cut(5, count)[1:], handed, strict=True):
+        assert list(taken) == ["hidden_states", *["topk_indices"] * (stage.layers.start in shared)]
     whole, *caches = row.caches
     for stage, kv in zip(cut(5, count), caches, strict=True):
         assert sorted(layer for pool in kv.pools for layer in pool.layers) == list(stage.layers)
@@ -178,9 +176,28 @@ def test_the_compiled_form_hands_on_its_residual_too():
     wanted, got, handed = row.run()
     assert torch.equal(got, wanted)
     assert [list(each) for each in handed] == [["hidden_states", "residual"]]
-    assert row.parts[1].proxies == (
+    assert row.parts[1].handed == (
         Proxy("hidden_states", (32,), torch.float32), Proxy("residual", (32,), torch.float32)
     )  # fmt: skip
+
+
+def test_a_selection_is_declared_and_a_dense_step_has_none_to_hand_on():
+    config = CONFIGS["latent"]
+    first, second = (
+        random_model(config, device=CPU, dtype=torch.float32, stage=stage) for stage in cut(5, 2)
+    )
+    assert first.taken == second.handed == ()
+    assert first.handed == second.taken == (
+        Proxy("hidden_states", (32,), torch.float32), Proxy("topk_indices", (6,), torch.int32, padding=-1)
+    )  # fmt: skip
+    kv = PagedKV(
+        config, pages=5, page_size=4, rows=2, max_context=16, device=CPU, dtype=torch.float32, layers=range(3)
+    )
+    ids = torch.arange(3)
+    with pytest.raises(InputError, match="a dense step selects nothing; run a sparse one"):
+        first.part(
+            positions=ids, input_ids=ids, attend=DenseAttention(kv, out_slots=ids + 4, spans=[Span(1, 0, 3)])
+        )
 
 
 def test_p74_p77_proxies_are_bound_by_name_in_any_order_and_markers_are_left():

@@ -1,8 +1,18 @@
 """Worlds of a model with latent attention: its cache has keys and values of different shapes."""
 
+from cglab.runners.dsa_policy import gates
 from cglab.runners.dsa_prefill import DsaPrefillRunner
 from tests.models.latent import TINY
 from tests.runners.conftest import PrefillWorld, VerifyWorld, World
+
+ARMS = {
+    "experts too": gates(attention=False, preparation=False, experts=False),
+    "breaks": gates(attention=False, preparation=False),
+    "T8": gates(preparation=False),
+    "T8 and T9": gates(),
+    "T9b": gates(selection=True),
+}
+"""What is recorded of a layer."""
 
 
 class Latent:

@@ -10,19 +10,12 @@ from hypothesis import strategies as st
 from cglab.errors import AddressError, InputError
 from cglab.graphs.out_forms import same_bits
 from cglab.models.indexer import Indexer
-from cglab.runners.dsa_policy import gates, measured_floor
+from cglab.runners.dsa_policy import measured_floor
 from cglab.runners.dsa_prefill import DsaPrefillRunner
 from tests.models.latent import TINY
-from tests.runners.latent import LatentPrefillWorld
+from tests.runners.latent import ARMS, LatentPrefillWorld
 
 BUCKETS = (4, 8, 16)
-ARMS = {
-    "experts too": gates(attention=False, preparation=False, experts=False),
-    "breaks": gates(attention=False, preparation=False),
-    "T8": gates(preparation=False),
-    "T8 and T9": gates(),
-    "T9b": gates(selection=True),
-}
 BREAKS = {  # of three layers with an indexer, one that shares a selection, and three with experts
     "experts too": {"_prepare_and_select": 3, "_attend": 4, "_route": 3},
     "breaks": {"_prepare_and_select": 3, "_attend": 4},

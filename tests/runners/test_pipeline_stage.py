@@ -15,15 +15,22 @@ from cglab.models.body import Portable
 from cglab.models.spans import Span
 from cglab.models.stages import cut, held_layers
 from cglab.runners import prefill
-from cglab.runners.pipeline_stage import STAGE_LIMIT, PipelineStageRunner, layer_miss, stage_sizes
+from cglab.runners.pipeline_stage import (
+    STAGE_LIMIT,
+    DsaStageRunner,
+    PipelineStageRunner,
+    layer_miss,
+    stage_sizes,
+)
+from tests.models.latent import TINY
 
 from .conftest import CONFIG, WINDOWED, PrefillWorld, WindowPrefillWorld
+from .latent import ARMS, Latent
 
 STAGES = cut(5, 3)
 DEEP = replace(CONFIG, num_layers=5)
 BUCKETS = (4, 8, 16)
 PLACES = pytest.mark.parametrize("index", [0, 1, 2], ids=["first", "middle", "last"])
-CONTRACTS = pytest.mark.parametrize("body", ["hidden only", "with residual"])
 
 
 class TwoStreams(Portable):
@@ -43,6 +50,11 @@ class TwoStreams(Portable):
         return model.norm(carried[0] + carried[1])
 
 
+SHARED = {"with selection": (2, 4), "selection handed through": (2, 3, 4)}
+"""Layers of latent attention that share, by contract: the middle stage takes a selection and hands on one."""
+CONTRACTS = pytest.mark.parametrize("contract", ["hidden only", "with residual", *SHARED])
+
+
 class StageWorld(PrefillWorld):
     """Prefill steps of one stage; proxies are noise."""
 
@@ -54,13 +66,10 @@ class StageWorld(PrefillWorld):
 
     def inputs(self, spans, seed=0):
         tokens = sum(length for _, _, length in spans)
-        generator = torch.Generator().manual_seed(seed)
-        proxies = {
-            proxy.name: torch.randn((tokens, *proxy.columns), generator=generator).to(self.model.rotary)
-            for proxy in self.runner.taken
-        }
+        noise = self.runner.noise(tokens, torch.Generator().manual_seed(seed))
         columns = super().inputs(spans)
-        return {name: columns[name] for name in self.runner.columns if name in columns} | proxies
+        own = {name: columns[name] for name in self.runner.own if name in columns}
+        return own | {name: value.to(self.device) for name, value in noise.items()}
 
     def run(self, spans, seed=0, run=None):
         """What a step hands on, as a tuple."""
@@ -77,7 +86,7 @@ class StageWorld(PrefillWorld):
             spans, seed, lambda live, **values: self.runner.run_padded_eager(live, size, **values)
         )
         assert all(same_bits(a, b) for a, b in zip(got, padded, strict=True))
-        assert same_bits(after[:, :, 1:], self.cache()[:, :, 1:])
+        assert all(same_bits(a[:, 1:], b[:, 1:]) for a, b in zip(after, self.cache(), strict=True))
         return got
 
 
@@ -90,14 +99,31 @@ class WindowStageWorld(WindowPrefillWorld, StageWorld):
         return {**StageWorld.inputs(self, spans, seed), "window_out_slots": self.slide(spans)}
 
 
+class LatentStageWorld(Latent, StageWorld):
+    """The same of latent attention: what of it is recorded is among the settings."""
+
+    def make_runner(self, buckets, options, settings):
+        settings = {"parts": ARMS["T8 and T9"], "max_requests": 8, "max_cached": 128} | settings
+        return DsaStageRunner(self.model, self.kv, self.group, buckets, options, **settings)
+
+
 @pytest.fixture
 def stages(device):
     """Makes worlds of a stage and closes them."""
     made = []
 
-    def make(index=1, body="hidden only", backend="breakable", buckets=BUCKETS, kind=StageWorld, **options):
-        about = {"stage": STAGES[index]} if kind is StageWorld else {}
-        cls = type("One", (kind,), {**about, "body": TwoStreams if body == "with residual" else Portable})
+    def make(
+        index=1, contract="hidden only", backend="breakable", buckets=BUCKETS, kind=StageWorld, **options
+    ):
+        about = {"body": TwoStreams if contract == "with residual" else Portable}
+        if contract in SHARED:
+            kind, about["config"] = (
+                LatentStageWorld,
+                replace(TINY, num_layers=5, shared_layers=SHARED[contract]),
+            )
+        if kind is not WindowStageWorld:
+            about["stage"] = STAGES[index]
+        cls = type("One", (kind,), about)
         made.append(cls(device, backend, buckets, **options))
         made[-1].runner.capture()
         return made[-1]
@@ -111,13 +137,26 @@ def stages(device):
 @PLACES
 @CONTRACTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_every_live_size_of_every_bucket_is_bitwise(stages, index, body, dtype):
-    one = stages(index, body, dtype=dtype)
+def test_every_live_size_of_every_bucket_is_bitwise(stages, index, contract, dtype):
+    one = stages(index, contract, dtype=dtype)
     for live in (16, 2, 15, 3, 8, 9, 4, 5):
         out = one.check([(1, 0, live - 1), (2, 3, 1)], seed=live)
-        assert [tuple(each.shape) for each in out] == [(live, 32)] * len(out)
-        assert len(out) == (1 if index == 2 else len(one.model.proxies))
+        handed = [proxy.columns for proxy in one.model.handed] or [(32,)]
+        assert [tuple(each.shape) for each in out] == [(live, *columns) for columns in handed]
     assert one.runner.coverage().captured == 8 and one.runner.coverage().eager == 0
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("index", [0, 1], ids=["hands a selection on", "takes one and hands one on"])
+def test_a_selection_is_handed_on_bitwise_in_every_arm(stages, index, arm):
+    one = stages(index, "with selection", settings={"parts": ARMS[arm]})
+    for spans in ([(1, 0, 15)], [(1, 9, 4), (2, 0, 2)], [(3, 2, 3)]):
+        *_, selected = one.check(spans, seed=len(spans))
+        assert selected.dtype == torch.int32 and (selected[:, 0] >= 4).all(), (
+            "no live token selects what is reserved"
+        )
+    assert one.runner.coverage().captured == 3
+    assert one.runner.coverages()["dsa_attention"].captured == (0 if one.runner.parts.attend else 3)
 
 
 def test_a_stage_with_window_layers_is_bitwise(stages):
@@ -139,8 +178,8 @@ def test_a_stage_with_window_layers_is_bitwise(stages):
         st.tuples(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 9)), max_size=6
     )
 )
-def test_p15_b33_steps_that_grow_and_shrink_with_other_proxies_are_bitwise(stages, body, steps):
-    one = stages.made[0] if stages.made else stages(1, body)
+def test_p15_b33_steps_that_grow_and_shrink_with_other_proxies_are_bitwise(stages, contract, steps):
+    one = stages.made[0] if stages.made else stages(1, contract)
     for lengths, seed in steps:
         spans = [(row, 0, length) for row, length in enumerate(lengths, 1)]
         if isinstance(one.runner.captured.pad(sum(lengths)), int):
@@ -148,10 +187,10 @@ def test_p15_b33_steps_that_grow_and_shrink_with_other_proxies_are_bitwise(stage
 
 
 @CONTRACTS
-def test_b33_p72_two_different_proxies_in_a_row_are_both_computed(stages, body):
+def test_b33_p72_two_different_proxies_in_a_row_are_both_computed(stages, contract):
     """The second step has the same shape, so that it is loaded by what was planned for the first."""
-    one = stages(1, body)
-    spans = [(1, 0, 5)]
+    one = stages(1, contract)
+    spans = [(1, 8, 5)]
     first, second, again = one.check(spans, 1), one.check(spans, 2), one.check(spans, 1)
     assert not any(torch.allclose(a, b) for a, b in zip(first, second, strict=True))
     assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
@@ -159,18 +198,20 @@ def test_b33_p72_two_different_proxies_in_a_row_are_both_computed(stages, body):
 
 
 @CONTRACTS
-def test_p75_padded_rows_of_proxies_are_zero_after_a_larger_batch(stages, body):
-    one = stages(1, body)
+def test_p75_padded_rows_of_proxies_are_reset_after_a_larger_batch(stages, contract):
+    """To zero, and of a selection to nothing selected."""
+    one = stages(1, contract)
     one.run([(1, 0, 8)], 1)
     one.run([(1, 0, 5)], 2)
     for proxy in one.runner.taken:
         view = one.runner.captured.buffers.view(8)[proxy.name]
-        assert not view[5:].any() and view[:5].any(), proxy.name
+        assert proxy.padding == (-1 if proxy.name == "topk_indices" else 0)
+        assert (view[5:] == proxy.padding).all() and (view[:5] != proxy.padding).any(), proxy.name
 
 
 @CONTRACTS
-def test_p75_poison_in_the_padding_of_a_cache_reaches_no_live_row(stages, body):
-    one = stages(1, body)
+def test_p75_poison_in_the_padding_of_a_cache_reaches_no_live_row(stages, contract):
+    one = stages(1, contract)
     clean = one.run([(1, 0, 5)], 3)
     for cache in one.kv.caches().values():
         cache[:, 0] = float("nan")
