@@ -48,7 +48,9 @@ def _matrix(device: torch.device, cases: int, plant: str | None) -> Outcome:
             planned, not_run, cases=cases, plant=plant,
             progress=lambda each: advance(bar, f"parity of {each.technique}, {each.recorder}, {each.ops}"),
         )  # fmt: skip
-    columns = "technique backend form recorder padding ops captured verdict drift bound".split()
+    columns = (
+        "technique", "backend", "form", "recorder", "padding", "ops", "captured", "verdict", "drift", "bound",
+    )  # fmt: skip
     lines = [text_table(columns, [_matrix_cells(row) for row in found.rows])]
     lines += [str(row) for row in found.rows if row.detail]
     lines += ["not run:", *(f"  {text}" for text in _reasons(found.not_run))] if found.not_run else []

@@ -49,6 +49,7 @@ class ForwardSegments:
 
     Attributes:
         dropped: segments lost that way so far.
+        watch: called with the kind and region of every forward once it was launched; it may be running still.
 
     Raises:
         InputError: for a clock that waits for a GPU at both ends, or a capacity below 1.
@@ -64,6 +65,7 @@ class ForwardSegments:
         if capacity < 1:
             raise InputError(f"a capacity of {capacity} keeps no segment; give at least 1")
         self.clock, self.capacity, self.dropped = clock, capacity, 0
+        self.watch: Callable[[str, Region], None] | None = None
         self._running: deque[tuple[str, Region]] = deque()
         self._ended: deque[Segment] = deque()
         self._open = False
@@ -91,6 +93,8 @@ class ForwardSegments:
         finally:
             self._open = False
         self._running.append((kind, region))
+        if self.watch is not None:
+            self.watch(kind, region)
         self._collect()
 
     def drain(self) -> list[Segment]:

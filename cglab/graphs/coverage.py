@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 from typing import Any
 
 
@@ -63,6 +64,13 @@ class Miss:
         return f"{self.reason.name.lower()}: {self.reason.value}" + (f" ({self.facts})" if self.facts else "")
 
 
+LatestStep = tuple[int, str, int, int]
+"""How a step ran: its order among all steps of the process, the key that was replayed or the name of the reason for
+running eager, rows of the bucket (0 for an eager step), and live rows. A bare tuple, as every replay makes one."""
+
+_order = count()
+
+
 @dataclass
 class Coverage:
     """Counts of captured and eager steps.
@@ -74,6 +82,7 @@ class Coverage:
         misses: eager steps by reason name.
         last_facts: the facts of the latest step for each reason.
         notes: things worth knowing that are no reason for an eager step, with counts.
+        latest: the step that was counted last; None before the first.
     """
 
     hits: Counter[str] = field(default_factory=Counter)
@@ -83,6 +92,7 @@ class Coverage:
     misses: Counter[str] = field(default_factory=Counter)
     last_facts: dict[str, str] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
+    latest: LatestStep | None = field(default=None, compare=False, repr=False)
 
     def hit(self, key: str, size: int, live: int) -> None:
         """Counts one replay of ``key`` with ``live`` of its ``size`` rows in use."""
@@ -90,12 +100,14 @@ class Coverage:
         self.live_rows[key] += live
         self.live_sizes[live] += 1
         self.sizes[key] = size
+        self.latest = (next(_order), key, size, live)
 
     def miss(self, miss: Miss, live: int) -> None:
         """Counts one eager step of ``live`` rows."""
         self.live_sizes[live] += 1
         self.misses[miss.reason.name] += 1
         self.last_facts[miss.reason.name] = miss.facts
+        self.latest = (next(_order), miss.reason.name, 0, live)
 
     @property
     def captured(self) -> int:

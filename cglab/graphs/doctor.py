@@ -12,7 +12,8 @@ import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,11 +85,14 @@ def examined(
 
 @dataclass
 class _Patient:
+    """A function under examination; ``watch`` is its latest run."""
+
     function: Callable[..., Any]
     args: tuple[Any, ...]
     inputs: dict[str, Any]
     device: torch.device
     inline_breaks: bool
+    watch: Run = field(default_factory=Run)
 
     def examine(self, vary: Vary) -> Report:
         notes: list[str] = []
@@ -117,6 +121,7 @@ class _Patient:
         _seed(self.device)
         with torch.no_grad(), WriteJournal().recording() as journal:
             with watched((args, inputs), self.device, inline_breaks=self.inline_breaks) as run:
+                self.watch = run
                 output = self.function(*args, **inputs)
             written = journal.storages
         if run.survivors(output):
@@ -150,16 +155,11 @@ class _Patient:
 
     def mutations(self, changed: State) -> list[Finding]:
         """Where Python state changes, and how many operations come before."""
-        runs: list[Run] = []
         _seed(self.device)
-        found = lines_that_change(lambda: runs.append(self.run()[0]), changed)
-        steps = [(step.place.file, step.place.line) if step.place else None for step in runs[0].steps]
         fact = "Python state differs after the call"
         return [
-            Finding.unseen(
-                "MutatedState", name, place, fact, _first_at(steps, place and (place.file, place.line))
-            )
-            for name, place in found
+            Finding.unseen("MutatedState", name, place, fact, at)
+            for name, place, at in lines_that_change(self.run, changed, lambda: len(self.watch.steps))
         ]
 
     def recorded(self, written: list[Tensor], at: int) -> list[Finding]:
@@ -174,11 +174,12 @@ class _Patient:
         recorder = recorder_for(self.device)
         pool = recorder.new_pool()
         backend = kind(recorder, pool, inline_breaks=self.inline_breaks)
+        # Where it is not needed it is left out: a mode of torch's functions has some modules take another path.
+        machine = on_cpu(Streams()) if self.watch.stood_in else nullcontext()
         try:
-            with nullcontext() if torch.cuda.is_available() else on_cpu(Streams()), backend.capture_session():
-                backend.capture_one(
-                    ShapeKey(1), lambda: self.function(*self.args, **self.inputs), after_warmup=undo
-                )
+            with machine, backend.capture_session():
+                call = partial(self.function, *self.args, **self.inputs)
+                backend.capture_one(ShapeKey(1), call, after_warmup=undo)
         except CaptureError as error:
             return [Finding.of_error(error, error.place or self.beginning(), at)]
         finally:
@@ -208,10 +209,6 @@ def _in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
         if finding.kind != "BakedValue" or finding.line not in mutated:
             first.setdefault((finding.kind, finding.line), finding)
     return tuple(sorted(first.values(), key=lambda finding: finding.at))
-
-
-def _first_at(lines: Sequence[object], line: object) -> int:
-    return lines.index(line) if line in lines else len(lines)
 
 
 def _device_of(function: Callable[..., Any], inputs: Any) -> torch.device:

@@ -33,10 +33,14 @@ class Streams:
 
     Args:
         tell: called with each fault and its line; nobody if left out.
+
+    Attributes:
+        used: whether a stand-in was needed.
     """
 
     def __init__(self, tell: Tell | None = None) -> None:
         self._faults = tell
+        self.used = False
         self.main = Stream(self)
         self._current: list[tuple[Stream, Place | None]] = [(self.main, None)]
         self._inside = {self.main}
@@ -66,6 +70,7 @@ class Streams:
 
     def wait_on_host(self, operation: str) -> None:
         """The host waits for the device."""
+        self.used = True
         if capturing():
             what = f"{operation}() makes the host wait for the device"
             place = place_of_stack(sys._getframe())
@@ -84,18 +89,22 @@ class Streams:
 
     def new_stream(self, *options: Any, **named: Any) -> Stream:
         """Stands in for ``torch.cuda.Stream``."""
+        self.used = True
         return Stream(self)
 
     def new_event(self, *options: Any, **named: Any) -> Event:
         """Stands in for ``torch.cuda.Event``."""
+        self.used = True
         return Event(self)
 
     def current_stream(self, device: Any = None) -> Stream:
         """Stands in for ``torch.cuda.current_stream``."""
+        self.used = True
         return self.current
 
     def default_stream(self, device: Any = None) -> Stream:
         """Stands in for ``torch.cuda.default_stream``."""
+        self.used = True
         return self.main
 
     def synchronize(self, device: Any = None) -> None:
@@ -126,20 +135,24 @@ def on_cpu(streams: Streams) -> Iterator[None]:
     real = {name: getattr(torch.cuda, name) for name in stand_ins}
     vars(torch.cuda).update(stand_ins)
     try:
-        with _CpuForCuda():
+        with _CpuForCuda(streams):
             yield
     finally:
         vars(torch.cuda).update(real)
 
 
 class _CpuForCuda(torch.overrides.TorchFunctionMode):
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.pin_memory:
             return args[0].clone()
         if not names_cuda(func, args, kwargs):
             return func(*args, **kwargs)
-        here = torch.device("cpu")
+        here, self._streams.used = torch.device("cpu"), True
         if func is torch.Tensor.cuda:
             return args[0].to(here)
         given = [here if _is_cuda(each) else each for each in args]

@@ -192,31 +192,39 @@ def _is_of_users(kind: type) -> bool:
     return is_users(getattr(module, "__file__", None) or "")
 
 
-def lines_that_change(function: Callable[[], Any], state: State) -> list[tuple[str, Place]]:
+def lines_that_change(
+    function: Callable[[], Any], state: State, progress: Callable[[], int]
+) -> list[tuple[str, Place, int]]:
     """Runs ``function`` and says where each entry of ``state`` changes first.
 
     What breaks change is live, and fine; so is what changes before the first line of the user's.
 
+    Args:
+        function: the run.
+        state: the entries to look at.
+        progress: how many operations have run.
+
     Returns:
-        Name and the user's line, in order of execution.
+        Name, the user's line, and how many operations came before that, in order of execution.
     """
     now = state.look()
-    found: dict[str, Place] = {}
-    line: tuple[CodeType, int] | None = None
+    found: dict[str, tuple[str, Place, int]] = {}
+    line: tuple[CodeType, int, int] | None = None
     live = True
 
     def settle() -> None:
         for name in state.changed(now):
             now[name] = state.entries[name]()
             if live and line is not None:
-                found.setdefault(name, place_of_line(*line))
+                code, number, at = line
+                found.setdefault(name, (name, place_of_line(code, number), at))
 
     def look(frame: FrameType, *_event: Any) -> Any:
         nonlocal line, live
         if not is_users(frame.f_code.co_filename):
             return None
         settle()
-        line, live = (frame.f_code, frame.f_lineno), capturing()
+        line, live = (frame.f_code, frame.f_lineno, progress()), capturing()
         return look
 
     before = sys.gettrace()
@@ -226,4 +234,4 @@ def lines_that_change(function: Callable[[], Any], state: State) -> list[tuple[s
     finally:
         sys.settrace(before)
     settle()
-    return list(found.items())
+    return list(found.values())

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_iter
 
 from cglab.errors import CaptureError, DynamicShapeError, HostReadError, Place
 from cglab.graphs.breaks import Aside, Body, Inline, capturing, staged
+from cglab.graphs.capture_state import said_to_capture
 from cglab.graphs.doctor_findings import Finding
 from cglab.graphs.doctor_refusals import host_copy, is_default, pinning, unpinned, unregistered
 from cglab.graphs.doctor_stand_ins import Streams, names_cuda, on_cpu, unjoined
@@ -64,21 +65,24 @@ class Run:
     """What one run did.
 
     Attributes:
+        inputs: addresses of the memory that the function is given.
         steps: its operations in order, those of breaks left out.
         findings: what a capture would refuse, in order, once for each kind and line.
         until: how many operations came before the host first learned something of the device: what comes later may
             follow from that.
         held: outside memory that was read, by address; kept, so that no other memory gets the address meanwhile.
         made: memory that came into being, by address.
+        stood_in: whether it asked for CUDA on a machine without.
         drawn: the state that generators of the user's had before they were drawn from.
     """
 
-    inputs: set[int]
+    inputs: set[int] = field(default_factory=set)
     steps: list[Step] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     until: int | None = None
     held: dict[int, Tensor] = field(default_factory=dict)
     made: dict[int, Made] = field(default_factory=dict)
+    stood_in: bool = False
     drawn: dict[torch.Generator, Tensor] = field(default_factory=dict)
 
     def tell(self, error: CaptureError, place: Place | None) -> None:
@@ -138,6 +142,7 @@ def watched(inputs: Any, device: torch.device, *, inline_breaks: bool = False) -
     with (
         _real_streams(run) if real else _modelled_streams(run) as streams,
         staged(stage),
+        said_to_capture(),
         _Operations(run, device, streams),
         _Calls(run, device, pretend=not real),
     ):
@@ -153,6 +158,7 @@ def _modelled_streams(run: Run) -> Iterator[Streams]:
     streams = Streams(run.tell)
     with on_cpu(streams):
         yield streams
+    run.stood_in = streams.used
     streams.end()
 
 
@@ -205,7 +211,7 @@ class _Operations(TorchDispatchMode):
 
     def _refusals(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[CaptureError]:
         leaves = list(tree_iter((args, kwargs)))
-        if self._device.type == "cpu" or any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
+        if self._device.type == "cpu" or any(map(_of_gpu, leaves)):
             error = refusal(func, args, kwargs) or host_copy(func, args, kwargs)
             if error is not None:
                 yield error
@@ -252,6 +258,12 @@ class _Calls(HostReadWatch):
 
 def _has_memory(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
+
+
+def _of_gpu(value: object) -> bool:
+    """Whether it is a tensor on a GPU, or names one."""
+    device = value.device if isinstance(value, Tensor) else value
+    return isinstance(device, torch.device) and device.type == "cuda"
 
 
 def _told(value: Any) -> str:

@@ -19,9 +19,7 @@ from cglab.engine.requests import Event, Request, Sampling
 from cglab.engine.workload import Step
 from cglab.errors import ClosedError
 from cglab.graphs.buckets import bucket_list, exact_sizes, sglang_decode, sglang_speculative
-from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
-from cglab.graphs.tape_pool import TapePool
 from cglab.lab import comparing, steps
 from cglab.lab.comparison import Comparison, Profile
 from cglab.lab.drafting import DraftPlan, host_tier, open_draft, use_ops_of_both
@@ -29,18 +27,20 @@ from cglab.lab.load_run import LoadRun, run_load
 from cglab.lab.phases import LabPhases
 from cglab.lab.prefill_limit import prefill_sizes
 from cglab.lab.prompts import Prompts, encode, sample_prompts
+from cglab.lab.reports import LabReports
+from cglab.lab.step_times import StepTimes
 from cglab.lab.sweep import Sweep
 from cglab.lab.techniques import Captures
 from cglab.lab.views import show
 from cglab.measure.ab import Progress
-from cglab.measure.memory import Memory, memory_now
+from cglab.measure.memory import Memory
 from cglab.measure.parity import Parity
 from cglab.models.compiled import nothing_compiled
 from cglab.models.loading import ModelSource, load_model
 from cglab.runners.base import GraphGroup, Runner
 
 
-class Lab:
+class Lab(LabReports):
     """One model on one device, with toggles; made by ``cglab.open``.
 
     Attributes:
@@ -79,6 +79,8 @@ class Lab:
         speculator = None if self.drafting is None else self.drafting.speculator(kv, self.phases)
         host = host_tier(host_pages, kv, self.drafting, self.group)
         self.engine = Engine(self.model, kv, self.phases, scheduling, speculator, host)
+        self.times = StepTimes(self.phases.made)
+        self.engine.segments.watch = self.times.note
         self.sizes = steps.StepSizes(self.buckets, self.prefill_buckets, self.max_context)
 
     @property
@@ -242,19 +244,6 @@ class Lab:
         """The interactive workspace on this lab, a widget; of the toggles named alone, all ten by default."""
         return show("lab_dashboard", self, toggles)
 
-    def coverage(self, name: str = "decode") -> dict[str, Coverage]:
-        """Captured and eager steps of a technique since the lab was opened, by mode, with reasons."""
-        return self.phases.coverage(name)
-
-    def memory(self) -> dict[str, Any]:
-        """Where the memory is: the device, the graph pool, and each bucket's line of the ledger."""
-        pool = self.group.pool.reserved_bytes
-        return {"device": self._memory().as_dict(), "pool_bytes": pool, "buckets": self.phases.ledgers()}
-
-    def _memory(self) -> Memory:
-        pool = self.group.pool
-        return memory_now(self.device, pool if isinstance(pool, TapePool) else None)
-
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the lab on {self.name} was closed; open it again")
@@ -275,14 +264,14 @@ class Lab:
         for model in self.models:
             model.to("meta")
         self.drafting = None
-        del self.engine, self.model, self.phases
+        del self.engine, self.model, self.phases, self.times
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return self._memory() - self._before
 
     def __getattr__(self, name: str) -> NoReturn:  # of what is not there, such as what close() gave back
-        if name in ("engine", "model", "phases") and self.__dict__.get("_closed"):
+        if name in ("engine", "model", "phases", "times") and self.__dict__.get("_closed"):
             self._require_open()
         raise AttributeError(f"a Lab has no {name!r}")
 

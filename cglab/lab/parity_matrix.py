@@ -87,15 +87,20 @@ class ParityMatrix:
     Attributes:
         rows: one a runner.
         not_run: the rest of the matrix, with the reason.
+        planned: what was to be shown.
     """
 
     rows: tuple[ArmRow, ...]
     not_run: tuple[NotRun, ...]
+    planned: tuple[Planned, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether something was shown and nothing is corrupted; drift is bounded, and holds."""
-        return bool(self.rows) and all(row.verdict is not Verdict.CORRUPTED for row in self.rows)
+        """Whether every planned part showed something and nothing is corrupted; drift is bounded, and holds."""
+        shown = {(row.technique, row.recorder, row.ops) for row in self.rows}
+        return {(part.technique, part.recorder, part.ops) for part in self.planned} <= shown and all(
+            row.verdict is not Verdict.CORRUPTED for row in self.rows
+        )
 
     @property
     def worst(self) -> Verdict | None:
@@ -128,9 +133,6 @@ def plan_matrix(
     no_cuda = "the cpu was asked for (CGLAB_DEVICE)" if present else "this machine has no CUDA device"
     planned, left = [], []
     for name in techniques or TECHNIQUES:
-        if (reason := TECHNIQUES[name].reason) is not None:
-            left.append(NotRun(name, "any", "any", reason))
-            continue
         config = find_model(model_of(name)).config
         for recorder in RECORDERS:
             if recorder not in devices:
@@ -172,7 +174,7 @@ def run_matrix(
         shown, unshown = _check(part, cases, seed, plant, progress)
         rows += shown
         left += unshown
-    return ParityMatrix(tuple(rows), tuple(left))
+    return ParityMatrix(tuple(rows), tuple(left), tuple(planned))
 
 
 def _check(

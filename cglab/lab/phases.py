@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -272,10 +272,14 @@ class LabPhases:
             )
         return self.drafting
 
+    def made(self, phase: str) -> Mapping[str, Runner[Any]]:
+        """The runners of a phase that were asked for so far, by mode."""
+        return self._made.get(phase, {})
+
     def coverage(self, name: str) -> dict[str, Coverage]:
         """What the runners of a technique counted since they were made, by mode."""
         name = technique(name).name
-        made = self._made.get("prefill" if name in SPARSE else name, {})
+        made = self.made("prefill" if name in SPARSE else name)
         counts = {mode: runner.coverages() for mode, runner in made.items()}
         return {mode: found[name] for mode, found in counts.items() if name in found}
 

@@ -6,6 +6,7 @@ and one submodule is the reason, that submodule runs as a break.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -74,6 +75,24 @@ class UNetBlock(nn.Module):
         return torch.as_tensor(self.leave(torch.cat([self.up(low), skip], 1)))
 
 
+class StaticDecode(nn.Module):
+    """A decode step of Qwen3 on a static cache that it keeps from step to step, as a serving loop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        self.model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=16, **_DECODER))
+        self.cache = transformers.StaticCache(config=self.model.config, max_cache_len=LENGTH)
+        known = inspect.signature(type(self.model).forward).parameters  # renamed after 5.17
+        self.kept = {"cache" if "cache" in known else "past_key_values": self.cache, "use_cache": True}
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Logits [rows, 1, vocabulary] of tokens [rows, 1] at positions [rows, 1]."""
+        step: Any = self.model(input_ids=input_ids, position_ids=position_ids, **self.kept)
+        return torch.as_tensor(step.logits)
+
+
 def _ids(rows: int) -> Inputs:
     return {"input_ids": torch.randint(1, VOCABULARY, (rows, LENGTH))}
 
@@ -82,6 +101,10 @@ def _masked_ids(rows: int) -> Inputs:
     """The first row is whole, and each after it has a padded token more."""
     ends = LENGTH - torch.arange(rows)[:, None] % (LENGTH - 1)
     return _ids(rows) | {"attention_mask": (torch.arange(LENGTH) < ends).long()}
+
+
+def _next_ids(rows: int) -> Inputs:
+    return {"input_ids": torch.randint(1, VOCABULARY, (rows, 1)), "position_ids": torch.full((rows, 1), 3)}
 
 
 def _sequence(name: str, width: int = WIDTH) -> Callable[[int], Inputs]:
@@ -146,6 +169,7 @@ SPECIMENS: Final[Mapping[str, Specimen]] = {
     ),
     "qwen3": _transformers(_of("Qwen3ForCausalLM", "Qwen3Config", head_dim=16, **_DECODER)),
     "qwen3-masked": _transformers(_of("Qwen3ForCausalLM", "Qwen3Config", head_dim=16, **_DECODER), _masked_ids),
+    "qwen3-static-cache": _transformers(StaticDecode, _next_ids, constants={}, buckets=(4,), padding=False),
     "mamba2": _transformers(
         _of("Mamba2ForCausalLM", "Mamba2Config", vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2,
             num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=8)
@@ -171,5 +195,5 @@ SPECIMENS: Final[Mapping[str, Specimen]] = {
     ),
     "unet-block": Specimen(build=UNetBlock, inputs=_noise),
 }  # fmt: skip
-"""By name. ``-masked``: rows of several lengths; ``-cache``: returns its key-value cache; ``-loop``: one expert after
-another, those that were chosen; ``-dense``: without torch's nested tensors."""
+"""By name. ``-masked``: rows of several lengths; ``-cache``: returns its key-value cache; ``-static-cache``: keeps it;
+``-loop``: one expert after another, those that were chosen; ``-dense``: without torch's nested tensors."""

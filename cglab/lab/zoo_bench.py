@@ -9,6 +9,7 @@ what it computes outside of a capture is a figure beside the verdict.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import isfinite
@@ -24,7 +25,8 @@ from cglab.graphs.breaks import Aside, eager_break, staged
 from cglab.graphs.capture import CapturedFunction, capture
 from cglab.graphs.capture_state import said_to_capture
 from cglab.graphs.coverage import Coverage
-from cglab.graphs.doctor import Finding, doctor
+from cglab.graphs.doctor import doctor
+from cglab.graphs.doctor_findings import Finding
 from cglab.graphs.slots import Slot
 from cglab.lab import transformers_arm
 from cglab.lab.step_metrics import Progress, silent
@@ -123,15 +125,17 @@ def _compared(
 ) -> Examined:
     sizes = sorted(specimen.buckets)
     parities: list[Parity] = []
+    # What a module keeps from step to step is each one's own.
+    untold, told = deepcopy(module), deepcopy(module)
     for rows, live in inputs.items():
         if not specimen.padding and rows not in sizes:
             continue
         bucket = next(size for size in sizes if size >= rows)
         padded = _padded(live, bucket) | dict(specimen.constants)
         with torch.no_grad():
-            plain = _tensors(module(**padded))
+            plain = _tensors(untold(**padded))
             with staged(Aside()), said_to_capture():
-                wanted = _tensors(module(**padded))
+                wanted = _tensors(told(**padded))
         got = _tensors(captured(**live, **specimen.constants))
         parities += map(_parity, got, wanted)
         found.from_plain = max(found.from_plain, *(each.max_abs for each in map(_parity, got, plain)))
@@ -200,9 +204,9 @@ def zoo(
 
 
 def _told(finding: Finding) -> str:
-    """Kind, effect and line, without the folder of this machine."""
+    """Kind, fact and line, without the folder of this machine."""
     place = "" if finding.place is None else f" ({Path(finding.place.file).name}, line {finding.place.line})"
-    return f"{finding.kind}: {finding.effect}{place}"
+    return f"{finding.kind}: {finding.fact}{place}"
 
 
 def _record(name: str, specimen: Specimen, found: Examined, device: torch.device, run: str) -> Record:

@@ -56,11 +56,15 @@ def examine_cell(shell: Any, name: str, cell: str) -> None:
     last = tree.body.pop() if tree.body else None
     if not isinstance(last, ast.Expr) or not isinstance(last.value, ast.Call):
         raise InputError("%%cglab_doctor: the cell must end with the call to look at, such as step(x)")
-    exec(compile(tree, file, "exec"), shell.user_ns)  # noqa: S102 - it is the user's own cell
+    shell.ex(compile(tree, file, "exec"))
     call = last.value
     call.args, call.func = [call.func, *call.args], ast.copy_location(ast.Name(_TAKE, ast.Load()), call.func)
     code = compile(ast.Expression(call), file, "eval")
-    function, args, inputs = eval(code, shell.user_ns, {_TAKE: _take})  # noqa: S307 - as above
+    shell.user_ns[_TAKE] = _take
+    try:
+        function, args, inputs = shell.ev(code)
+    finally:
+        del shell.user_ns[_TAKE]
     report = examined(function, args, inputs)
     if name:
         shell.user_ns[name] = report

@@ -44,6 +44,7 @@ from cglab.ui.style import (
     summary,
 )
 from cglab.ui.timeline import timeline
+from cglab.ui.workload_coverage import workload_coverage
 
 __all__ = [
     "accepted",
@@ -71,6 +72,7 @@ __all__ = [
     "summary",
     "timeline",
     "ttft",
+    "workload_coverage",
 ]
 
 PATTERNS = ("", "/", "x", ".", "-", "+")

@@ -36,9 +36,10 @@ def recorded_graph(graph: RecordedGraph) -> go.Figure:
     lanes: Counter[int] = Counter()
     places: dict[int, tuple[int, int]] = {}
     for node, depth in zip(graph.nodes, graph.depths, strict=True):
-        places[node.index] = depth, lanes[depth]
         lanes[depth] += 1
-    height = 260 + 24 * min(max(lanes.values()), 20)
+        places[node.index] = depth, lanes[depth]
+    deepest, widest = max(graph.depths), max(lanes.values())
+    height = 260 + 24 * min(widest, 20)
     made = figure(
         f"Recorded graph of {graph.title}",
         f"{note}; {counted(edges, 'edge')}: what each waits for",
@@ -62,8 +63,14 @@ def recorded_graph(graph: RecordedGraph) -> go.Figure:
             marker={"color": code, "symbol": symbol, "size": 9, "line": {"color": INK, "width": 0.5}},
             hovertemplate="%{text}<extra></extra>",
         )  # fmt: skip
-    made.update_xaxes(title_text="longest chain before it (nodes)", rangemode="tozero")
-    return made.update_yaxes(title_text="side by side (nodes)", rangemode="tozero")
+    margin = 0.5 + deepest / 50  # or half a marker would lie outside
+    made.update_xaxes(
+        title_text="longest chain before it (nodes)", range=[-margin, deepest + margin], zeroline=False,
+        dtick=max(1, round(deepest, -1) // 10), tick0=0,
+    )  # fmt: skip
+    return made.update_yaxes(
+        title_text="side by side (nodes)", range=[0.4, widest + 0.6], dtick=max(1, widest // 6), tick0=1
+    )
 
 
 def _told(node: GraphNode) -> str:

@@ -56,7 +56,7 @@ def matrix_of(*verdicts):
                     part.technique, "full", "", "tape", True, part.ops, cases, 9, 5, verdict, 0.25, 0.5, told
                 )
             )
-        return ParityMatrix(tuple(rows), tuple(not_run))
+        return ParityMatrix(tuple(rows), tuple(not_run), tuple(planned))
 
     return run
 

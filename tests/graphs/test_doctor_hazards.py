@@ -338,6 +338,12 @@ CLEAN = {
             main.wait_stream(side)
             return y + z
         """,
+    "a look that is left out in a capture": """
+        def step(x):
+            if not torch.cuda.is_current_stream_capturing() and x.isnan().any():
+                raise ValueError("no number")
+            return x * 2
+        """,
     "the device named": """
         def step(x):
             y = x.to("cuda").cuda()

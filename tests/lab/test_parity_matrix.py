@@ -20,8 +20,9 @@ CPU = torch.device("cpu")
 HERE = {"mode": "full", "padding": True, "case": 2, "step": 1}
 
 
-def checked(cases=4, **options):
-    planned, not_run = plan_matrix(CPU, ["decode"])
+def checked(cases=4, device=CPU, **options):
+    planned, not_run = plan_matrix(device, ["decode"])
+    planned = [part for part in planned if part.device == device]
     return run_matrix(planned, not_run, cases=cases, **options)
 
 
@@ -59,6 +60,14 @@ def test_what_is_right_is_bitwise_in_every_arm_and_what_the_cases_do_not_reach_i
     assert found.as_frame()["verdict"].tolist() == ["bitwise"] * 3
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_both_recorders_are_planned_and_every_form_of_its_own_is_bitwise():
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert {part.recorder for part in plan_matrix(device)[0]} == set(RECORDERS)
+    found = checked(device=device)
+    assert found.ok and found.worst is Verdict.BITWISE and {row.ops for row in found.rows} == set(OPS)
+
+
 def test_b45_planted_rounding_is_drift_of_a_known_size_and_holds():
     found = checked(cases=2, plant="rounding")
     assert found.ok and {row.verdict for row in found.rows} == {Verdict.DRIFT}
@@ -84,7 +93,9 @@ def test_b45_planted_corruption_is_corrupted_with_row_or_slot_where_there_is_pad
 
 
 def test_nothing_shown_does_not_hold():
-    assert not ParityMatrix((), ()).ok and ParityMatrix((), ()).worst is None
+    planned, _ = plan_matrix(CPU, ["decode"])
+    unshown = ParityMatrix((), (), tuple(planned))
+    assert not unshown.ok and unshown.worst is None
     with pytest.raises(ToggleError, match="at least 1"):
         checked(cases=0)
 

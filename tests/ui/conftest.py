@@ -25,6 +25,8 @@ from cglab.lab.load_sweep import LoadPoint, LoadSweep
 from cglab.lab.parts import Part, StepParts
 from cglab.lab.planning import plan
 from cglab.lab.size_trace import SizeTrace
+from cglab.lab.step_times import Group, Spent
+from cglab.lab.workload_coverage import workload_coverage
 from cglab.measure.ab import interleave
 from cglab.measure.latency import latency
 from cglab.measure.machine import Device
@@ -317,6 +319,19 @@ def recorded_graph():
     )
 
 
+def workload_covered(recorder="cuda"):
+    """A captured decode, an eager one that is timed, and a part of a step whose time is not apart."""
+    groups = {
+        Group("decode", "full", "4", 4, 4): Spent(9, 8, 0.08),
+        Group("decode", "eager", "BACKEND_EAGER", 0, 3): Spent(3, 2, 0.05),
+        Group("prefill", "full", "ABOVE_LARGEST", 0, 900): Spent(2, 1, 0.2),
+    }
+    part = Coverage()
+    part.miss(Miss(Reason.BELOW_FLOOR, "bucket 8"), 8)
+    facts = {"prefill/ABOVE_LARGEST": "900 <tokens>, largest bucket 512"}
+    return workload_coverage("qwen3-8b", recorder, groups, {"dsa_attention": part}, facts)
+
+
 @pytest.fixture
 def make():
     """The builders above, by name."""
@@ -326,7 +341,7 @@ def make():
         planner_records=planner_records, growth_records=growth_records, capture_records=capture_records,
         prefill_records=prefill_records, ttft_records=ttft_records, crossover_records=crossover_records,
         pipeline_records=pipeline_records, token_records=token_records, scheduler_records=scheduler_records,
-        recorded_graph=recorded_graph,
+        recorded_graph=recorded_graph, workload_covered=workload_covered,
     )  # fmt: skip
 
 

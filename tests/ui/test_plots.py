@@ -37,6 +37,7 @@ def views(make, records):
         "occupancy": make.loaded().plot_occupancy,
         "timeline": traced.timeline,
         "ttft": make.load_swept().plot,
+        "workload_coverage": make.workload_covered().plot,
         "recorded_capture": newest("capture", make.capture_records()).plot,
         "recorded_decode": newest("decode", records).plot,
         "recorded_graph": make.recorded_graph().plot,
@@ -410,3 +411,15 @@ def test_the_picture_of_a_graph_has_every_node_and_edge_of_its_table(make):
 
 def test_a_graph_of_nothing_says_so():
     assert "call it once" in heading(RecordedGraph("step", (), ()).plot())[1]
+
+
+def test_coverage_of_a_workload_equals_its_tables_and_says_what_is_next(make):
+    found = make.workload_covered()
+    steps, times, eager = found.plot().data
+    frame, reasons = found.as_frame(), found.reasons_frame()
+    assert list(steps.y) == frame["technique"].tolist() and list(steps.x) == (100 * frame["share"]).tolist()
+    assert [share for share in times.x if share is not None] == (100 * frame["time_share"].dropna()).tolist()
+    assert list(eager.x) == (1e3 * reasons["seconds"].dropna()).tolist(), "what was not timed has no bar"
+    assert "predicted gain: 30 ms of 2 steps" in heading(found.plot())[1]
+    assert "900 &lt;tokens&gt;" in eager.text[0] and "&lt;tokens&gt;" in eager.customdata[0]
+    assert "no graph speed-ups" in heading(make.workload_covered("tape").plot())[1]
