@@ -146,6 +146,15 @@ def test_every_live_size_of_every_bucket_is_bitwise(stages, index, contract, dty
     assert one.runner.coverage().captured == 8 and one.runner.coverage().eager == 0
 
 
+def test_a_selection_is_as_wide_as_declared_in_a_cache_that_has_room_for_fewer_keys(device):
+    shape = {"config": replace(TINY, num_layers=5, shared_layers=(2,), index_topk=24), "stage": STAGES[0]}
+    one = type("One", (LatentStageWorld,), shape)(device, "breakable", BUCKETS)
+    one.runner.capture()
+    assert one.model.handed[1].columns == (24,) and len(one.kv.context_positions) == 16
+    assert one.check([(1, 9, 4), (2, 0, 3)])[1].shape == (7, 24)
+    one.close()
+
+
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("index", [0, 1], ids=["hands a selection on", "takes one and hands one on"])
 def test_a_selection_is_handed_on_bitwise_in_every_arm(stages, index, arm):
