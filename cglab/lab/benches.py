@@ -116,6 +116,7 @@ BENCHES: Mapping[str, Bench] = {
     "dsa-ablation": Bench(
         "requests on sparse attention with a NextN layer by the three switches, in turns: TTFT, TPOT, E2E, memory",
         dsa_ablation,
+        quick=("new_tokens",),
     ),
     "dsa-arms": Bench(
         "mixed requests on sparse attention: every arm to the bit, from the bucket floor on that is measured first",
