@@ -15,6 +15,7 @@ from cglab.lab.capture_bench import capture
 from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.dflash_bench import dflash
+from cglab.lab.dsa_ablation_bench import dsa_ablation
 from cglab.lab.dsa_arms_bench import dsa_arms
 from cglab.lab.dsa_bench import dsa
 from cglab.lab.engines_bench import engines
@@ -111,6 +112,11 @@ BENCHES: Mapping[str, Bench] = {
         "requests on sparse attention by what prefill leaves to breaks, in turns: TTFT, TPOT, E2E, memory, the floor",
         dsa,
         quick=("new_tokens", "floor_tokens"),
+    ),
+    "dsa-ablation": Bench(
+        "requests on sparse attention with a NextN layer by the three switches, in turns: TTFT, TPOT, E2E, memory",
+        dsa_ablation,
+        quick=("new_tokens",),
     ),
     "dsa-arms": Bench(
         "mixed requests on sparse attention: every arm to the bit, from the bucket floor on that is measured first",

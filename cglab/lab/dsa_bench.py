@@ -16,18 +16,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from cglab.engine.load import Load
 from cglab.engine.workload import PrefillStep, steady_prefill
 from cglab.errors import InputError
 from cglab.graphs.breaks import BreakCall
-from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.graphs.out_forms import same_bits
 from cglab.lab import steps
 from cglab.lab.arm_turns import figures, part_alone, samples, turns, verdicts
 from cglab.lab.bucket_floor import bucket_floor
-from cglab.lab.dsa_sweep import BENCH, captured, swept
+from cglab.lab.dsa_sweep import BENCH, captured, choice, load_of, open_for, swept, target_prefill
 from cglab.lab.facade import Lab
-from cglab.lab.opening import PAGE_SIZE, open_lab
 from cglab.lab.sparse_arms import ARMS, choose
 from cglab.lab.sparse_prefill import SparseArm
 from cglab.lab.step_metrics import Progress, model_facts, recorded_steps, silent
@@ -44,7 +41,6 @@ GRID: Final = in_order([
 ])  # fmt: skip
 """S3's points, but for its prefixes of 128k."""
 QUICK_GRID: Final = (Point(40, 0, 1), Point(12, 32, 2))
-QUICK_BUCKETS: Final = (4, 8, 16, 32, 64)
 CONFIRM: Final = 7
 """Turns of each arm of a point where one was slower."""
 
@@ -78,7 +74,7 @@ def dsa(
 
     Yields:
         The floor of each arm, a record for each arm of each point, then one for each arm over all of them, with those
-        of earlier runs of the same code that were kept.
+        of earlier runs of the same code that were kept, and where of these T9b is to be preferred.
 
     Raises:
         InputError: if no point of the grid is asked for, or no new token.
@@ -95,15 +91,8 @@ def dsa(
         )
     new_tokens = new_tokens if large else min(new_tokens, 3)
     name, run = model or ("dsa-24" if large else "dsa-tiny"), new_run()
-    longest = max(point.tokens + point.cached for point in points) + new_tokens
-    most, budget = max(point.concurrency for point in points), 8192 if large else 64
-    fresh = max(point.concurrency * (point.tokens + new_tokens + 2 * PAGE_SIZE) for point in points)
     progress(f"{name}: open")
-    with open_lab(
-        name, device=device, max_batch=most, max_context=longest, token_budget=budget,
-        cache_tokens=fresh + max(point.cached for point in points) + longest,
-        prefill_buckets=bucket_list(budget, sglang_prefill, explicit=None if large else QUICK_BUCKETS),
-    ) as lab:  # fmt: skip
+    with open_for(name, device, points, new_tokens, large=large) as lab:
         yield from _floors(lab, run, floor_tokens if large else min(floor_tokens, 16), progress)
         sweep: dict[str, list[Record]] = {arm: [] for arm in NAMES}
         for number, point in enumerate(points, 1):
@@ -112,8 +101,9 @@ def dsa(
                 sweep[record.arm].append(record)
                 yield record
         for arm, records in sweep.items():
-            costs = captured(lab, NAMES[arm]) if memory else {}
+            costs = captured(lab, partial(target_prefill, lab, NAMES[arm])) if memory else {}
             yield swept(lab, arm, records, points=GRID if large else QUICK_GRID, run=run, costs=costs)
+        yield choice(lab, sweep["graph"], sweep["whole"], run)
 
 
 def _floors(lab: Lab, run: str, largest: int, progress: Progress) -> Iterator[Record]:
@@ -138,11 +128,7 @@ def _point(lab: Lab, point: Point, new_tokens: int, run: str) -> Iterator[Record
     with steady_prefill(lab.engine, requests * point.tokens, point.cached, requests) as step:
         alike, breaks = _alike(lab, arms, step)
         alone = {name: _alone(lab, arm, step) for name, arm in arms.items()}
-    count = 16 if point.concurrency == 1 else 8 * point.concurrency
-    asked = Load(
-        count if lab.device.type == "cuda" else 2 * point.concurrency, point.concurrency, point.tokens, new_tokens,
-        shared_prefix=point.cached,
-    )  # fmt: skip
+    asked = load_of(point, new_tokens, lab.device)
     how = {name: partial(choose, lab, arm) for name, arm in arms.items()}
     runs = turns(lab, asked, how)
     flagged = any(verdicts(runs, arm).get("ttft_verdict") == "slower" for arm in arms)

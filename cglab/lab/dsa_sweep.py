@@ -1,23 +1,31 @@
-"""What the DSA bench tells of an arm over its whole grid, whose points several runs may have measured."""
+"""What the DSA benches share: the lab that a grid needs, and what is told of it whole, measured by several runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
+import torch
+
+from cglab.engine.load import Load
+from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.lab.facade import Lab
+from cglab.lab.opening import PAGE_SIZE, open_lab
 from cglab.lab.profiles import results_folder
+from cglab.lab.selection_rule import selection_rule, step_costs
 from cglab.lab.sparse_prefill import SparseArm
 from cglab.lab.step_metrics import ledger_metrics, model_facts
 from cglab.lab.ttft_grid import Point
 from cglab.measure.record import Record, make_record
 from cglab.measure.records import load
-from cglab.runners.base import GraphGroup
+from cglab.runners.base import GraphGroup, Runner
 
 BENCH: Final = "dsa_prefill"
+QUICK_BUCKETS: Final = (4, 8, 16, 32, 64)
 NOT_HERE: Final = (
     "No arm records the indexer's preparation and leaves attention a break: S3 has none either. Its draft extend (T10) "
-    "is not part of these."
+    "is a switch of the bench dsa-ablation."
 )
 
 
@@ -36,7 +44,7 @@ def swept(
         run: of the bench.
         costs: of the arm's captures.
     """
-    known = {point_of(record): record for record in [*_kept(records[0], arm), *records]}
+    known = measured(arm, records)
     found = [known[point] for point in points if point in known]
     ratios = [float(record.metrics.get("ttft_ratio") or 1.0) for record in found]
     whole = len(found) == len(points)
@@ -51,6 +59,33 @@ def swept(
         workload={"grid": [[point.tokens, point.cached, point.concurrency] for point in map(point_of, found)]},
         notes=NOT_HERE, **model_facts(lab),
     )  # fmt: skip
+
+
+def choice(lab: Lab, selecting: Sequence[Record], whole: Sequence[Record], run: str) -> Record:
+    """Where the selection is better recorded (T9b) than left as the only break (T9).
+
+    Args:
+        lab: that measured.
+        selecting: records of this run of the arm with that break.
+        whole: of the arm without breaks.
+        run: of the bench.
+    """
+    costs = step_costs(*(measured(records[0].arm, records) for records in (selecting, whole)))
+    rule, verdicts = selection_rule(costs), Counter(cost.verdict for cost in costs)
+    return make_record(
+        bench="dsa_choice", arm=whole[0].arm, device=lab.device, run=run,
+        metrics={
+            "points": float(len(costs)), "faster": float(verdicts["faster"]), "slower": float(verdicts["slower"]),
+            "recorded": float(sum(rule.why_break(cost.tokens, cost.cached) is None for cost in costs)),
+        },
+        workload={"limits": [list(limit) for limit in rule.limits]},
+        notes=str(rule), **model_facts(lab),
+    )  # fmt: skip
+
+
+def measured(arm: str, records: Sequence[Record]) -> dict[Point, Record]:
+    """The newest record of an arm at every point: of this run, or of an earlier one of the same code that was kept."""
+    return {point_of(record): record for record in [*_kept(records[0], arm), *records]}
 
 
 def point_of(record: Record) -> Point:
@@ -70,10 +105,50 @@ def _kept(like: Record, arm: str) -> Iterable[Record]:
     )  # fmt: skip
 
 
-def captured(lab: Lab, arm: SparseArm) -> dict[str, float]:
-    """Memory and seconds of all buckets of an arm, in a pool of its own: a shared one would be its who came first."""
+def open_for(
+    name: str, device: torch.device, points: Sequence[Point], new_tokens: int, *, large: bool, **draft: Any
+) -> Lab:
+    """A lab with room for the requests of every point, and for what they find in the cache.
+
+    Args:
+        name: of a model with latent attention.
+        device: where it runs.
+        points: of the grid.
+        new_tokens: of each request.
+        large: S3's token budget and SGLang's buckets; else small ones that show the machinery.
+        **draft: as ``open_lab`` takes it.
+    """
+    longest = max(point.tokens + point.cached for point in points) + new_tokens
+    fresh = max(point.concurrency * (point.tokens + new_tokens + 2 * PAGE_SIZE) for point in points)
+    budget = 8192 if large else 64
+    return open_lab(
+        name, device=device, max_batch=max(point.concurrency for point in points), max_context=longest,
+        token_budget=budget, cache_tokens=fresh + max(point.cached for point in points) + longest,
+        prefill_buckets=bucket_list(budget, sglang_prefill, explicit=None if large else QUICK_BUCKETS), **draft,
+    )  # fmt: skip
+
+
+def load_of(point: Point, new_tokens: int, device: torch.device) -> Load:
+    """The requests of a point: S3's 16 at concurrency 1, else eight a lane; a few where there is no time to take."""
+    count = 16 if point.concurrency == 1 else 8 * point.concurrency
+    asked = count if device.type == "cuda" else 2 * point.concurrency
+    return Load(asked, point.concurrency, point.tokens, new_tokens, shared_prefix=point.cached)
+
+
+def target_prefill(lab: Lab, arm: SparseArm, group: GraphGroup) -> Runner[Any]:
+    """The prefill of the lab's model in an arm, for ``captured``."""
+    return arm.make(lab.model, lab.engine.kv, group, lab.prefill_buckets, lab.phases.options)
+
+
+def captured(lab: Lab, make: Callable[[GraphGroup], Runner[Any]]) -> dict[str, float]:
+    """Memory and seconds of all buckets of a runner, in a pool of its own: a shared one would be its who came first.
+
+    Args:
+        lab: of the runner.
+        make: makes it in a group.
+    """
     group = GraphGroup(lab.device)
-    runner = arm.make(lab.model, lab.engine.kv, group, lab.prefill_buckets, lab.phases.options)
+    runner = make(group)
     try:
         runner.capture()
         costs = ledger_metrics(runner.captured.ledger)

@@ -7,6 +7,7 @@ import torch
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.engine import Engine
 from cglab.engine.host_tier import HostTier
+from cglab.engine.requests import Request
 from cglab.engine.speculator import Speculator
 from cglab.graphs.coverage import Coverage
 from cglab.graphs.options import Options
@@ -23,6 +24,8 @@ from cglab.runners.base import GraphGroup
 from tests.runners.blocks import BLOCK, block_draft
 from tests.runners.conftest import CONFIG, WINDOWED
 
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12, 13] * 6]
+LIMITS = [9, 20, 12, 30]
 SAMPLERS = {"sampler inside": "graph", "sampler outside": "eager"}
 """What stands in the place of an assistant's seed step for a block draft."""
 
@@ -35,6 +38,26 @@ def block_drafting(target, kv, speculation):
     for cache in drafting.kv.caches().values():
         cache[:, kv.page_size :] = float("nan")
     return drafting
+
+
+def always(request, place):
+    """The truth is the draft's most likely token."""
+    return 0
+
+
+def never(request, place):
+    """No draft is right."""
+    return
+
+
+def last(request, place):
+    """The truth is in the last of three branches, so that what is accepted lies apart."""
+    return 2
+
+
+def scattered(request, place):
+    """The truth is in one of two branches, and now and then in none."""
+    return (0, 1, 0, None, 1)[(place * place + request.index) % 5]
 
 
 class Prophet:
@@ -250,3 +273,17 @@ def check_state(engine):
             for ours, theirs in ((pool.keys, other.keys), (pool.values, other.values)):
                 wanted = theirs[:, torch.tensor(seen, device=kv.device) + 4]
                 torch.testing.assert_close(ours[:, mine], wanted, atol=1e-4, rtol=1e-4)
+
+
+def run(engine, prompts, limits, check=check_state, **options):
+    """All requests to their end, with the state checked after every step."""
+    requests = [
+        Request(i, list(p), n, **options) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        engine.step()
+        engine.scheduler.check_invariants()
+        check(engine)
+    return [request.output for request in requests]

@@ -32,9 +32,9 @@ ONE = Speculation(steps=1)
 
 
 class Foretelling(NextNDrafter):
-    """Proposes what the target will say, where ``right`` says so of a request and position, and else another token."""
+    """Proposes what the target will say, where ``column`` has it of a request and position, and else another token."""
 
-    outputs, right, engine = (), None, None
+    outputs, column, engine = (), None, None
 
     def draft(self, inputs, segments):
         """Drafts of its own are kept as always, and not used."""
@@ -44,7 +44,9 @@ class Foretelling(NextNDrafter):
         for request in (running[row] for row in inputs["request_rows"].tolist()):
             place = len(request.output)
             truth = [*self.outputs[request.index], 0][place]
-            drafted.append(truth if self.right(request, place) else (truth + 1) % TARGET.vocab_size)
+            drafted.append(
+                truth if self.column(request, place) is not None else (truth + 1) % TARGET.vocab_size
+            )
         return Proposal(torch.tensor(drafted, device=self.drafted.device).unsqueeze(1), {})
 
 
@@ -102,7 +104,7 @@ class NextNBench:
         return kv, draft_kv
 
     def engine(self, speculation=None, *, backend="eager", draft=None, budget=16, host=0, **policy):
-        """An engine on a cache of its own; ``draft`` is the outputs of a ``Foretelling`` and when it is right.
+        """An engine on a cache of its own; ``draft`` is the outputs and the column of a ``Foretelling``.
 
         ``host`` are pages of host memory.
         """
@@ -122,7 +124,7 @@ class NextNBench:
         engine = Engine(self.target, kv, phases, options, speculator, tier)
         engine.draft_kv = draft_kv
         if draft:
-            drafter.engine, (drafter.outputs, drafter.right) = engine, draft
+            drafter.engine, (drafter.outputs, drafter.column) = engine, draft
         return engine
 
     @torch.no_grad()

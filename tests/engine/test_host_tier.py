@@ -24,12 +24,6 @@ BENCHES = {"dense": (Bench, None), "latent": (NextNBench, None), "latent with Ne
 benches = pytest.mark.parametrize("kind", BENCHES)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """A device of each recorder."""
-    return torch.device(request.param)
-
-
 @pytest.fixture
 def make(device):
     """Makes engines over small caches, and closes what they need."""

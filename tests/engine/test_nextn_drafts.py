@@ -11,30 +11,14 @@ from cglab.engine.pages import ROOT, PageStore
 from cglab.engine.requests import Request
 from cglab.engine.speculation import Speculation
 from cglab.errors import InputError
+from tests.engine.drafting import LIMITS, PROMPTS, always, never, run, scattered
 from tests.engine.latent import ONE, NextNBench
-
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12, 13] * 6]
-LIMITS = [9, 20, 12, 30]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """A device of each recorder."""
-    return torch.device(request.param)
 
 
 @pytest.fixture
-def bench(device):
-    """Makes benches and closes them."""
-    made = []
-
-    def make(**sizes):
-        made.append(NextNBench(device, **sizes))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+def kind():
+    """What these tests run on."""
+    return NextNBench
 
 
 @functools.cache
@@ -53,35 +37,6 @@ def plain(device):
     return plainly_decoded(device)
 
 
-def always(request, place):
-    """Every draft is right."""
-    return True
-
-
-def never(request, place):
-    """No draft is."""
-    return False
-
-
-def scattered(request, place):
-    """Some are."""
-    return (place * place + request.index) % 5 in (0, 1, 3)
-
-
-def run(bench, engine, prompts, limits, **options):
-    """All requests to their end, with the layer's state checked after every step."""
-    requests = [
-        Request(i, list(p), n, **options) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))
-    ]
-    for request in requests:
-        engine.submit(request)
-    while not engine.idle:
-        engine.step()
-        engine.scheduler.check_invariants()
-        bench.check_state(engine)
-    return [request.output for request in requests]
-
-
 @pytest.mark.parametrize("backend", ["eager", "full", "breakable"])
 def test_no_draft_changes_a_token_captured_or_not(bench, plain, backend):
     """Several chunks, requests of other lengths, and what the random layer itself drafts."""
@@ -96,20 +51,20 @@ def test_no_draft_changes_a_token_captured_or_not(bench, plain, backend):
     assert result.accepted.passes.total() == sum(result.timings.step_batches)
 
 
-@pytest.mark.parametrize("right", [always, never, scattered])
+@pytest.mark.parametrize("column", [always, never, scattered])
 @pytest.mark.parametrize("backend", ["eager", "full"])
 def test_whatever_is_accepted_the_layers_cache_and_next_draft_are_those_of_each_request_alone(
-    bench, plain, right, backend
+    bench, plain, column, backend
 ):
     one = bench()
-    engine = one.engine(ONE, draft=(plain, right), backend=backend)
-    assert run(one, engine, PROMPTS, LIMITS) == plain
+    engine = one.engine(ONE, draft=(plain, column), backend=backend)
+    assert run(engine, PROMPTS, LIMITS, one.check_state) == plain
     passes = engine.speculator.accepted.passes
     assert (2 in passes, passes[1] <= len(PROMPTS)) == {
         always: (True, True),
         never: (False, False),
         scattered: (True, False),
-    }[right], "the last pass of a request may draft beyond what is known"
+    }[column], "the last pass of a request may draft beyond what is known"
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -153,7 +108,7 @@ def test_a_shared_page_is_known_by_the_token_after_it_too(bench):
 def test_p69_forced_tokens_are_what_the_layer_goes_on_from(bench, pinned):
     one = bench()
     engine = one.engine(Speculation(1, pinned=pinned))
-    outputs = run(one, engine, PROMPTS[:3], [20] * 3)
+    outputs = run(engine, PROMPTS[:3], [20] * 3, one.check_state)
     assert [len(output) for output in outputs] == [20] * 3
     assert abs(engine.speculator.accepted.tokens_per_pass - pinned) < 0.1
 
@@ -161,7 +116,7 @@ def test_p69_forced_tokens_are_what_the_layer_goes_on_from(bench, pinned):
 def test_b71_without_counted_drafts_the_layer_is_kept_up_all_the_same(bench, plain):
     one = bench()
     engine = one.engine(ONE, draft=(plain, always))
-    assert run(one, engine, PROMPTS[:2], LIMITS[:2], drafts=0) == plain[:2]
+    assert run(engine, PROMPTS[:2], LIMITS[:2], one.check_state, drafts=0) == plain[:2]
     assert set(engine.speculator.accepted.passes) == {1}
 
 

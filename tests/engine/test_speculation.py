@@ -12,11 +12,21 @@ from cglab.engine.speculation import Speculation
 from cglab.engine.speculator import Speculator
 from cglab.errors import InputError, ModelError
 from cglab.runners.draft_sampler import DraftSampler
-from tests.engine.drafting import SAMPLERS, Bench, Models, check_state
+from tests.engine.drafting import (
+    LIMITS,
+    PROMPTS,
+    SAMPLERS,
+    Bench,
+    Models,
+    always,
+    check_state,
+    last,
+    never,
+    run,
+    scattered,
+)
 from tests.runners.blocks import block_draft
 
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12, 13] * 6]
-LIMITS = [9, 20, 12, 30]
 SHAPES = [Speculation(steps, topk) for steps in (1, 2, 3, 4) for topk in (1, 3)]
 ARMS = [
     ("eager", "eager", False),
@@ -38,24 +48,10 @@ CASES = [(speculation, *arm) for speculation in (Speculation(3, 1), Speculation(
 drafters = pytest.mark.parametrize("seed", ["graph", "sampler inside"], ids=["assistant", "block"])
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """A device of each recorder."""
-    return torch.device(request.param)
-
-
 @pytest.fixture
-def bench(device):
-    """Makes benches and closes them."""
-    made = []
-
-    def make(**sizes):
-        made.append(Bench(device, **sizes))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+def kind():
+    """What these tests run on."""
+    return Bench
 
 
 @functools.cache
@@ -73,40 +69,6 @@ def plainly_decoded(device):
 def plain(device):
     """What plain decoding says on the test's device."""
     return plainly_decoded(device)
-
-
-def always(request, place):
-    """The truth is the draft's most likely token."""
-    return 0
-
-
-def never(request, place):
-    """No draft is right."""
-    return
-
-
-def last(request, place):
-    """The truth is in the last of three branches, so that what is accepted lies apart."""
-    return 2
-
-
-def scattered(request, place):
-    """The truth is in one of two branches, and now and then in none."""
-    return (0, 1, 0, None, 1)[(place * place + request.index) % 5]
-
-
-def run(engine, prompts, limits, **options):
-    """All requests to their end, with the state checked after every step."""
-    requests = [
-        Request(i, list(p), n, **options) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))
-    ]
-    for request in requests:
-        engine.submit(request)
-    while not engine.idle:
-        engine.step()
-        engine.scheduler.check_invariants()
-        check_state(engine)
-    return [request.output for request in requests]
 
 
 @pytest.mark.parametrize(("speculation", "backend", "seed", "windowed"), CASES, ids=str)

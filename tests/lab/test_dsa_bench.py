@@ -65,6 +65,16 @@ def test_memory_is_that_of_each_arm_alone(records):
     assert all(record.metrics["graph_gb"] > 0 and record.metrics["points"] == 2 for record in swept)
 
 
+def test_t9b_is_preferred_where_the_records_of_both_runs_say_that_it_wins(records):
+    (found,) = of(records, "dsa_choice")
+    assert found.arm == "whole" and found.metrics["points"] == len(QUICK_GRID)
+    assert [room for room, _ in found.workload["limits"]] == [0, 64], (
+        "of the points with nothing cached, and with 32 of two"
+    )
+    assert found.metrics["recorded"] <= len(QUICK_GRID) - found.metrics["slower"]
+    assert found.notes.startswith("the selection is recorded ")
+
+
 def test_g6_is_computed_from_such_records_once_a_gpu_made_them(records):
     claims = [each for each in load_claims() if each.id == "G6"]
     on_gpu = [
@@ -91,6 +101,6 @@ def test_the_grid_is_s3_s_but_for_its_longest_prefixes():
 
 @pytest.mark.parametrize("options", [{"tokens": (3,)}, {"new_tokens": 0}])
 def test_what_asks_for_nothing_is_told_before_a_model_is_opened(monkeypatch, options):
-    monkeypatch.setattr("cglab.lab.dsa_bench.open_lab", None)
+    monkeypatch.setattr("cglab.lab.dsa_bench.open_for", None)
     with pytest.raises(InputError, match=r"ask for some of the grid's"):
         next(dsa(CPU, quick=True, **options))

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cglab.errors import AddressError, InputError
@@ -13,9 +13,10 @@ from cglab.models.indexer import Indexer
 from cglab.runners.dsa_policy import measured_floor
 from cglab.runners.dsa_prefill import DsaPrefillRunner
 from tests.models.latent import TINY
+from tests.runners.conftest import worlds as worlds_of
 from tests.runners.latent import ARMS, LatentPrefillWorld
+from tests.runners.splits import BUCKETS, ROOM, SPLITS, check, check_all, same_cache, splits
 
-BUCKETS = (4, 8, 16)
 BREAKS = {  # of three layers with an indexer, one that shares a selection, and three with experts
     "experts too": {"_prepare_and_select": 3, "_attend": 4, "_route": 3},
     "breaks": {"_prepare_and_select": 3, "_attend": 4},
@@ -23,73 +24,35 @@ BREAKS = {  # of three layers with an indexer, one that shares a selection, and 
     "T8 and T9": {"_select": 3},
     "T9b": {},
 }
-SPLITS = [
-    [(1, 0, 16)],
-    [(1, 0, 3), (2, 0, 4), (3, 0, 6)],
-    [(4, 11, 5), (2, 0, 1)],
-    [(1, 15, 1), (2, 3, 1), (3, 9, 1)],
-    [(5, 7, 9), (6, 0, 4), (7, 1, 2), (8, 15, 1)],
-    [(3, 2, 4)],
-]
-"""Fresh, cached and mixed requests as (row, start, length), above and below the keys that are kept."""
 arms = pytest.mark.parametrize("arm", ARMS)
-room = {"max_requests": 8, "max_cached": 128}
 
 
 @pytest.fixture
-def worlds(device):
-    """Makes worlds of an arm and closes them."""
-    made = []
+def latent_prefills(device):
+    """Makes worlds with a prefill runner of latent attention and closes them."""
+    yield from worlds_of(device, LatentPrefillWorld)
+
+
+@pytest.fixture
+def worlds(latent_prefills):
+    """Makes worlds of an arm."""
 
     def make(arm, *, floor=0, lazy=True, settings=None, **options):
-        settings = {"parts": ARMS[arm], "floor": floor, **room, **(settings or {})}
-        options |= {"lazy": lazy, "settings": settings}
-        made.append(LatentPrefillWorld(device, "breakable", BUCKETS, **options))
-        made[-1].arm = arm
-        made[-1].runner.capture()
-        return made[-1]
+        settings = {"parts": ARMS[arm], "floor": floor, **ROOM, **(settings or {})}
+        one = latent_prefills("breakable", BUCKETS, lazy=lazy, settings=settings, **options)
+        one.arm = arm
+        return one
 
-    make.made = made
-    yield make
-    for one in made:
-        one.close()
-
-
-def same_cache(one, other):
-    """Bitwise, but for the reserved page."""
-    return all(same_bits(cache[:, 4:], kept[:, 4:]) for cache, kept in zip(one, other, strict=True))
-
-
-def check(one, spans):
-    """One captured step equals padded eager to the bit."""
-    got, wanted, after, expected = one.both(spans)
-    assert same_bits(got, wanted) and got.isfinite().all(), spans
-    assert same_cache(after, expected), f"cache after {spans}"
-    return got
-
-
-@st.composite
-def splits(draw):
-    """Up to 16 tokens of up to 8 requests, cached tokens before some of them."""
-    spans, left = [], 16
-    for row in range(1, 1 + draw(st.integers(1, 8))):
-        if left:
-            length = draw(st.integers(1, left))
-            spans.append((row, draw(st.integers(0, 16 - length)), length))
-            left -= length
-    return spans
+    make.made = latent_prefills.made
+    return make
 
 
 @arms
 @settings(max_examples=8)
 @given(steps=st.lists(splits(), min_size=1, max_size=4))
+@example(steps=SPLITS)
 def test_p37_p39_one_recording_serves_every_split_and_length_bitwise(worlds, arm, steps):
-    one = next((world for world in worlds.made if world.arm == arm), None) or worlds(arm)
-    one.runner.coverage().clear()
-    for spans in steps:
-        if sum(length for *_, length in spans) > 1:  # a single token is below the waste ceiling
-            check(one, spans)
-    assert one.runner.coverage().reasons == {}
+    check_all(next((world for world in worlds.made if world.arm == arm), None) or worlds(arm), steps)
 
 
 @arms

@@ -26,10 +26,10 @@ from tests.models.latent import TINY
 
 from .conftest import CONFIG, WINDOWED, PrefillWorld, WindowPrefillWorld
 from .latent import ARMS, Latent
+from .splits import BUCKETS, ROOM, same_cache
 
 STAGES = cut(5, 3)
 DEEP = replace(CONFIG, num_layers=5)
-BUCKETS = (4, 8, 16)
 PLACES = pytest.mark.parametrize("index", [0, 1, 2], ids=["first", "middle", "last"])
 
 
@@ -86,7 +86,7 @@ class StageWorld(PrefillWorld):
             spans, seed, lambda live, **values: self.runner.run_padded_eager(live, size, **values)
         )
         assert all(same_bits(a, b) for a, b in zip(got, padded, strict=True))
-        assert all(same_bits(a[:, 1:], b[:, 1:]) for a, b in zip(after, self.cache(), strict=True))
+        assert same_cache(after, self.cache())
         return got
 
 
@@ -103,7 +103,7 @@ class LatentStageWorld(Latent, StageWorld):
     """The same of latent attention: what of it is recorded is among the settings."""
 
     def make_runner(self, buckets, options, settings):
-        settings = {"parts": ARMS["T8 and T9"], "max_requests": 8, "max_cached": 128} | settings
+        settings = {"parts": ARMS["T8 and T9"]} | ROOM | settings
         return DsaStageRunner(self.model, self.kv, self.group, buckets, options, **settings)
 
 
@@ -144,6 +144,15 @@ def test_every_live_size_of_every_bucket_is_bitwise(stages, index, contract, dty
         handed = [proxy.columns for proxy in one.model.handed] or [(32,)]
         assert [tuple(each.shape) for each in out] == [(live, *columns) for columns in handed]
     assert one.runner.coverage().captured == 8 and one.runner.coverage().eager == 0
+
+
+def test_a_selection_is_as_wide_as_declared_in_a_cache_that_has_room_for_fewer_keys(device):
+    shape = {"config": replace(TINY, num_layers=5, shared_layers=(2,), index_topk=24), "stage": STAGES[0]}
+    one = type("One", (LatentStageWorld,), shape)(device, "breakable", BUCKETS)
+    one.runner.capture()
+    assert one.model.handed[1].columns == (24,) and len(one.kv.context_positions) == 16
+    assert one.check([(1, 9, 4), (2, 0, 3)])[1].shape == (7, 24)
+    one.close()
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -16,51 +16,16 @@ from cglab.models.loading import random_model
 from cglab.models.spans import Span
 from cglab.runners.decode import DecodeRunner
 from cglab.runners.prefill import INPUTS, REQUEST_AXIS, PrefillRunner
+from tests.runners.splits import BUCKETS, ROOM, SPLITS, check, check_all, splits
 
 backends = pytest.mark.parametrize("backend", ["full", "breakable"])
-BUCKETS = (4, 8, 16)
-ROOM = {"max_requests": 8, "max_cached": 128}
-"""A request axis that holds every step of these tests."""
-SPLITS = [
-    [(1, 0, 16)],
-    [(1, 0, 3), (2, 0, 4), (3, 0, 6)],
-    [(4, 11, 5), (2, 0, 1)],
-    [(1, 15, 1), (2, 3, 1), (3, 9, 1)],
-    [(5, 7, 9), (6, 0, 4), (7, 1, 2), (8, 15, 1)],
-]
-"""Fresh, cached and mixed requests as (row, start, length)."""
-
-
-def check(one, spans):
-    """One captured step equals padded eager to the bit: hidden states, and the cache but for slot 0."""
-    got, wanted, after, expected = one.both(spans)
-    assert same_bits(got, wanted), spans
-    assert same_bits(after[:, :, 1:], expected[:, :, 1:]), f"cache after {spans}"
-    return got
-
-
-@st.composite
-def splits(draw):
-    """Up to 16 tokens of up to 8 requests, cached tokens before some of them."""
-    spans, left = [], 16
-    for row in range(1, 1 + draw(st.integers(1, 8))):
-        if left:
-            length = draw(st.integers(1, left))
-            spans.append((row, draw(st.integers(0, 16 - length)), length))
-            left -= length
-    return spans
 
 
 @backends
 @settings(max_examples=25)
 @given(steps=st.lists(splits(), min_size=1, max_size=5))
 def test_p37_p38_one_recording_serves_every_split_and_live_count_bitwise(prefills, backend, steps):
-    one = prefills.made[0] if prefills.made else prefills(backend, BUCKETS, settings=ROOM)
-    one.runner.coverage().clear()
-    for spans in steps:
-        if sum(length for *_, length in spans) > 1:  # a single token is below the waste ceiling
-            check(one, spans)
-    assert one.runner.coverage().reasons == {}
+    check_all(prefills.made[0] if prefills.made else prefills(backend, BUCKETS, settings=ROOM), steps)
 
 
 @backends
