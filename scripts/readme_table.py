@@ -18,6 +18,7 @@ from typing import Any
 from cglab.errors import CglabError
 from cglab.lab.peer_table import Peers
 from cglab.lab.recorded import Recorded, recorded
+from cglab.lab.zoo_table import Zoo
 from cglab.measure.record import Record
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -227,7 +228,7 @@ def _count(record: Record, name: str) -> int:
     return int(value) if isinstance(value, int | float) else 0
 
 
-BLOCKS: tuple[Table | Checks | Peers, ...] = (*TABLES, Peers(), Checks())
+BLOCKS: tuple[Table | Checks | Peers | Zoo, ...] = (*TABLES, Peers(), Checks(), Zoo())
 
 
 def _metric(arms: Arms, arm: str, name: str) -> Any:
@@ -249,7 +250,7 @@ def _number(value: Any, over: Any = 1.0) -> str:
     return f"{value / over:.2f}" if known else "-"
 
 
-def rewritten(text: str, table: Table | Checks | Peers, block: str) -> str:
+def rewritten(text: str, table: Table | Checks | Peers | Zoo, block: str) -> str:
     """The README with one block replaced.
 
     Raises:

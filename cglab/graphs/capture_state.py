@@ -16,7 +16,7 @@ import torch
 from cglab.graphs.breaks import capturing
 
 _said: ContextVar[bool] = ContextVar("cglab_said_to_capture", default=False)
-_of_stream = torch.cuda.is_current_stream_capturing
+_of_stream = torch.cuda.graphs.is_current_stream_capturing
 
 
 def _answer() -> bool:

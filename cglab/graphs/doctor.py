@@ -17,17 +17,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_iter, tree_map_with_path
+from torch import Tensor
+from torch.utils._pytree import tree_map_with_path
 
 from cglab.errors import CaptureError, Place
-from cglab.graphs.address import closed_over
 from cglab.graphs.backends import BACKENDS
 from cglab.graphs.doctor_compare import baked
 from cglab.graphs.doctor_findings import Finding, Report
 from cglab.graphs.doctor_stand_ins import Streams, on_cpu
-from cglab.graphs.doctor_state import State, lines_that_change, reached
-from cglab.graphs.doctor_watch import Run, watched
+from cglab.graphs.doctor_state import State, lines_that_change, reached, tensors_within
+from cglab.graphs.doctor_watch import Run, uncompiled, watched
 from cglab.graphs.keys import ShapeKey
 from cglab.graphs.places import place_of_line
 from cglab.graphs.recorders import recorder_for
@@ -176,8 +175,9 @@ class _Patient:
         backend = kind(recorder, pool, inline_breaks=self.inline_breaks)
         # Where it is not needed it is left out: a mode of torch's functions has some modules take another path.
         machine = on_cpu(Streams()) if self.watch.stood_in else nullcontext()
+        form = uncompiled() if recorder.name == "tape" else nullcontext()
         try:
-            with machine, backend.capture_session():
+            with machine, form, backend.capture_session():
                 call = partial(self.function, *self.args, **self.inputs)
                 backend.capture_one(ShapeKey(1), call, after_warmup=undo)
         except CaptureError as error:
@@ -212,13 +212,9 @@ def _in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def _device_of(function: Callable[..., Any], inputs: Any) -> torch.device:
-    """The first GPU among the tensors that it is given or closes over; the CPU if there is none."""
-    reached = [
-        item if isinstance(item, Tensor | nn.Module) else item() for item in closed_over(function).values()
-    ]
-    inner = [tensor for item in reached if isinstance(item, nn.Module) for tensor in item.parameters()]
-    tensors = [leaf for leaf in [*tree_iter(inputs), *reached, *inner] if isinstance(leaf, Tensor)]
-    return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+    """The first GPU among the tensors that it is given or leads to, or the default device."""
+    devices = [tensor.device for tensor in tensors_within((inputs, function))] + [torch.get_default_device()]
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
 
 def _seed(device: torch.device) -> None:

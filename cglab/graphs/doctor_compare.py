@@ -6,6 +6,7 @@ call. The second against the third, on other inputs, shows what follows from the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -19,9 +20,9 @@ class Difference:
     """One place where two runs differ.
 
     Attributes:
-        kind: ``BakedBranch``, ``BakedValue`` or ``MovedInput``.
+        kind: ``BakedBranch``, ``BakedValue`` or ``MovedInput``; ``shape`` while it is open what a shape follows from.
         step: the operation, of the later run where both have one.
-        at: its index.
+        at: its index in that run.
         fact: how they differ.
     """
 
@@ -75,7 +76,8 @@ def _paths(before: Sequence[Step], after: Sequence[Step]) -> Iterator[Difference
 def _compared(old: Step, new: Step, at: int) -> Iterator[Difference]:
     for one, other in zip(old.values, new.values, strict=False):
         if one != other:
-            kind = "shape" if one.endswith("]") and one[0] not in "[(" else "BakedValue"
+            # A tensor is told as float32[2, 3]; containers are told item by item, so nothing else ends like that.
+            kind = "shape" if one.endswith("]") else "BakedValue"
             yield Difference(kind, new, at, f"an argument is {one} in one call and {other} in another")
             return
     if len(old.values) != len(new.values):
@@ -98,7 +100,7 @@ def baked(first: Run, second: Run, third: Run, *, varied: bool) -> list[Finding]
     by_value = differences(second.steps, third.steps)
     known = {each.line for each in by_call}
     # Once the host knows something of the device, all that follows may differ, and to mend that comes first.
-    limit = min((run.until for run in (second, third) if run.until is not None), default=len(second.steps))
+    limit = min((run.until for run in (second, third) if run.until is not None), default=math.inf)
 
     def seen(each: Difference) -> list[bool]:
         return [any(_key(step) == _key(each.step) for step in run.steps) for run in (first, second, third)]

@@ -48,6 +48,11 @@ def pinning() -> CaptureError:
     return UnsupportedOperationError(what, operation="Tensor.pin_memory", advice=advice)
 
 
+def is_pinning(func: Any) -> bool:
+    """Whether a call pins memory; by its name, as the recorder of a GPU wraps the method."""
+    return getattr(func, "__name__", "") == "pin_memory"
+
+
 def unregistered(operation: str) -> CaptureError:
     """The error for numbers that are drawn from a generator that nobody registered with the capture."""
     what = "numbers are drawn from a generator that the capture does not know"

@@ -15,6 +15,7 @@ import torch
 
 from cglab.errors import CaptureError, HostReadError, Place, UnjoinedStreamError
 from cglab.graphs.breaks import capturing
+from cglab.graphs.doctor_refusals import is_pinning
 from cglab.graphs.places import place_of_stack
 from cglab.graphs.refusals import HOST_READ_ADVICE
 
@@ -148,7 +149,7 @@ class _CpuForCuda(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.pin_memory:
+        if is_pinning(func):
             return args[0].clone()
         if not names_cuda(func, args, kwargs):
             return func(*args, **kwargs)

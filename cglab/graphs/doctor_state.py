@@ -88,7 +88,7 @@ def reached(roots: Mapping[str, Any]) -> State:
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
-    """Tensors in an object, however deep, of Python's containers and of the user's classes."""
+    """Tensors that an object leads to, however deep: in Python's containers, closures, and objects of the user's."""
     seen: set[int] = set()
     waiting = [value]
     while waiting and len(seen) < MOST_ENTRIES:
@@ -109,6 +109,9 @@ def _parts(value: Any) -> Iterator[Part]:
         yield "", None, value.__self__
     elif isinstance(value, FunctionType):
         yield from _of_function(value)
+    elif isinstance(value, partial):
+        for inner in (value.func, value.args, value.keywords):
+            yield "", None, inner
     elif isinstance(value, dict):
         yield from _of_table(value, "[{!r}]")
     elif isinstance(value, list | tuple | set | deque):

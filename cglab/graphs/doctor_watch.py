@@ -1,14 +1,14 @@
 """The watch: one run of a function under the doctor, with every operation, its line, and what it reads and makes.
 
-What a capture refuses is noted and not raised, so that one run finds it all. On a machine without CUDA a function
-that is written for a GPU runs all the same: the device ``cuda`` is the CPU then, and streams are stand-ins.
+What a capture refuses is noted and not raised, so that one run finds it all. On a CPU a function that is written for a
+GPU runs all the same: the device ``cuda`` is the CPU then, and streams are stand-ins.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from cglab.errors import CaptureError, DynamicShapeError, HostReadError, Place
 from cglab.graphs.breaks import Aside, Body, Inline, capturing, staged
 from cglab.graphs.capture_state import said_to_capture
 from cglab.graphs.doctor_findings import Finding
-from cglab.graphs.doctor_refusals import host_copy, is_default, pinning, unpinned, unregistered
+from cglab.graphs.doctor_refusals import host_copy, is_default, is_pinning, pinning, unpinned, unregistered
 from cglab.graphs.doctor_stand_ins import Streams, names_cuda, on_cpu, unjoined
 from cglab.graphs.doctor_state import tensors_within
 from cglab.graphs.places import place_of_stack
@@ -138,19 +138,27 @@ def watched(inputs: Any, device: torch.device, *, inline_breaks: bool = False) -
     """
     run = Run({leaf.untyped_storage().data_ptr() for leaf in filter(_has_memory, tree_iter(inputs))})
     stage = Inline() if inline_breaks else _Break(run)
-    real = torch.cuda.is_available()
+    real = device.type == "cuda"
     with (
-        _real_streams(run) if real else _modelled_streams(run) as streams,
+        _real_streams(run, device) if real else _modelled_streams(run) as streams,
         staged(stage),
         said_to_capture(),
+        uncompiled(),
         _Operations(run, device, streams),
-        _Calls(run, device, pretend=not real),
+        _Calls(run, pretend=not real),
     ):
         try:
             yield run
         finally:
             for generator, state in run.drawn.items():
                 generator.set_state(state)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Within, compiled functions run as they are written: the compiler knows nothing of modes that watch."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load the compiler takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
@@ -162,12 +170,17 @@ def _modelled_streams(run: Run) -> Iterator[Streams]:
     streams.end()
 
 
+class _Forks(StreamWatch):
+    """Streams that are forked and never joined; one that is not forked is for the recording to find."""
+
+    def entered(self, stream: torch.cuda.Stream) -> None:
+        """Nothing: it may be forked by an event, which nobody sees."""
+
+
 @contextmanager
-def _real_streams(run: Run) -> Iterator[None]:
-    """Forks that are never joined; a stream that takes part without a fork is for the recording to find."""
+def _real_streams(run: Run, device: torch.device) -> Iterator[None]:
     install()
-    watch = StreamWatch(torch.cuda.current_stream())
-    watch.recording = True
+    watch = _Forks(torch.cuda.current_stream(device))
     with watch.watching():
         yield
     for _, place in watch._open.values():
@@ -224,23 +237,22 @@ class _Operations(TorchDispatchMode):
 class _Calls(HostReadWatch):
     """Sees calls by their Python name: reads of an address, and what names the device."""
 
-    def __init__(self, run: Run, device: torch.device, *, pretend: bool) -> None:
+    def __init__(self, run: Run, *, pretend: bool) -> None:
         super().__init__(lambda error: run.tell(error, place_of_stack(sys._getframe())))
-        self._run, self._device, self._pretend = run, device, pretend
+        self._run, self._pretend = run, pretend
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensor = args[0] if args and isinstance(args[0], Tensor) else None
-        if not self._pretend and self._device.type != "cpu" and not (tensor is not None and tensor.is_cuda):
+        if capturing() and is_pinning(func):
+            self._run.tell(pinning(), place_of_stack(sys._getframe()))
+        if not self._pretend and not (tensor is not None and tensor.is_cuda):
             return func(*args, **kwargs)  # on the host alone
-        place = place_of_stack(sys._getframe())
         if capturing() and func is Tensor.data_ptr:
             self._address_read(sys._getframe(1).f_code.co_filename)
-        if capturing() and func is Tensor.pin_memory:
-            self._run.tell(pinning(), place)
         moved = self._pretend and tensor is not None and names_cuda(func, args, kwargs)
         if capturing() and moved and self._run.outside((tensor,)):
-            self._run.tell(unpinned(), place)
+            self._run.tell(unpinned(), place_of_stack(sys._getframe()))
         result = super().__torch_function__(func, types, args, kwargs)
         if func in (torch.from_numpy, torch.frombuffer):
             self._run.own(result)

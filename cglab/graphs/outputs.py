@@ -82,7 +82,7 @@ class OutputBuffers:
                     f"output {index} is {leaf.dtype} {tuple(leaf.shape)}, "
                     f"an earlier bucket's {held.dtype} {tuple(held.shape)}: "
                     "only the first axis may differ",
-                    advice="return trailing axes and types that do not depend on the bucket",
+                    advice="return it with the rows on its first axis, in one type for every bucket",
                 )
             if held is None or (leaf.dim() and held.shape[0] < leaf.shape[0]):
                 with torch.inference_mode(mode=False):

@@ -35,7 +35,7 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
     before, _active.watch = _active.watch, None  # this look is no use of the stream
     try:
         with torch.cuda.stream(stream):
-            return torch.cuda.is_current_stream_capturing()
+            return torch.cuda.graphs.is_current_stream_capturing()  # of the stream, whatever code is told
     finally:
         _active.watch = before
 

@@ -286,7 +286,8 @@ def _odd_tensor(func: Any, values: Any) -> CaptureError | None:
             return UnsupportedOperationError(
                 f"a {kind} tensor has no fixed memory to record",
                 operation=func._schema.name,
-                advice="convert it to a dense tensor before the capture",
+                advice="convert it to a dense tensor before the capture, or switch off what makes it, such as "
+                "enable_nested_tensor of a TransformerEncoder",
             )
         if leaf.device.type not in ("cpu", "meta"):
             return NewInputError(

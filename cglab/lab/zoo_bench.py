@@ -74,8 +74,8 @@ class Examined:
 
     @property
     def foreseen(self) -> bool:
-        """Whether the doctor found something in exactly those modules that are not captured whole."""
-        return bool(self.findings) == (self.verdict is not Capture.WHOLE)
+        """Whether the doctor said of exactly those modules that are not captured whole that a capture would fail."""
+        return any(finding.refused for finding in self.findings) == (self.verdict is not Capture.WHOLE)
 
 
 def examine(specimen: Specimen, device: torch.device) -> Examined:

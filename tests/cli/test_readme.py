@@ -141,7 +141,7 @@ def text_with(*contents):
 
 def test_without_records_the_tables_say_so_and_how_to_get_them(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(text_with("old", "", "older", "odd", "oldest"))
+    readme.write_text(text_with("old", "", "older", "odd", "oldest", "stale"))
     arguments = ["--readme", str(readme), "--folder", str(tmp_path / "none")]
     assert readme_table.main([*arguments, "--check"]) == 1
     assert "old" in readme.read_text()

@@ -428,6 +428,22 @@ def test_a_report_is_json_with_the_users_line(tmp_path):
     assert found["function"] == "step" and found["code"].startswith("return x[x > 0]")
 
 
+def test_a_compiled_region_is_looked_into_and_is_compiled_as_before(tmp_path):
+    region = torch.compile(lambda x: (x * 2).relu(), fullgraph=True, backend="eager")
+    compiled = torch._dynamo.utils.counters["stats"]
+
+    def step(x):
+        y = region(x)
+        return y, y.sum().item()
+
+    step(torch.ones(2))
+    before = compiled["unique_graphs"]
+    report = cglab.doctor(step, torch.ones(2))
+    assert [each.kind for each in report.findings] == ["HostReadError"] and report.operations == 4
+    step(torch.ones(2))
+    assert compiled["unique_graphs"] == before
+
+
 def test_a_function_that_fails_on_other_values_is_examined_all_the_same_and_says_so():
     seen = []
 
