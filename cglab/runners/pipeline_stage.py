@@ -3,12 +3,13 @@
 Captured: the stage's own layers for a fixed number of tokens, on the first stage after the embedding, on the last with
 the last norm; attention is an eager break in each layer, as in T6. Static: weights, cache and page tables of the own
 layers, positions and places of the tokens and, in place of their ids, the proxies of the stage before. These have
-buffers of their own outside the pool: live values are copied in before every replay (B33), padded rows become zero, as
+buffers of their own outside the pool: live values are copied in before every replay (B33), padded rows are reset, as
 they are computed like any other (P75), and what is handed on is a copy cut to the live tokens (P73), since the next
 micro-batch replays while it is still on its way.
 
 A model with latent attention is cut anywhere: where a stage begins with a layer that shares the selection of the one
-before, that is a proxy too. What of its layers is recorded beside is as in T8, T9 and T9b.
+before, that is a proxy too, whose padded rows select nothing. Which parts of its layers are recorded is as in T8, T9
+and T9b.
 
 It cannot: serve more tokens than its limit, 8192 or the crossover found, unless one is given; capture a layer that has
 no attention; or replay what another rank could not record. Each of these runs eager with its reason, on all ranks
