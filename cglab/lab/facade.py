@@ -95,9 +95,8 @@ class Lab(LabReports):
 
     @property
     def max_context(self) -> int:
-        """Longest request, prompt and new tokens, in tokens."""
-        ahead = 0 if self.drafting is None else self.drafting.speculation.lookahead
-        return self.engine.max_context - ahead
+        """Longest request that can run, prompt and new tokens, in tokens."""
+        return self.engine.scheduler.memory.layout.room
 
     @property
     def drafted(self) -> dict[str, Any]:

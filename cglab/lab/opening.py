@@ -25,6 +25,9 @@ from cglab.models.loading import find_model
 from cglab.models.ops import check_ops
 
 PAGE_SIZE: Final = 16
+DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MOST: Final = 10**8
+"""Tokens or requests beyond which no size is meant: no machine holds their cache."""
 CPU_SIZES: Final = {"max_batch": 8, "max_context": 512, "token_budget": 256}
 GPU_SIZES: Final = {"max_batch": 64, "max_context": 1024, "token_budget": 8192}
 
@@ -92,15 +95,17 @@ def open_lab(
     where = settings.device() if device is None else settings.named_device(str(device))
     if dtype is None:
         dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise InputError(f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
     given = {
         "max_batch": max_batch, "max_context": max_context, "token_budget": token_budget, "cache_tokens": cache_tokens,
         "host_tokens": host_tokens, "bucket_floor": bucket_floor,
     }  # fmt: skip
     for what, size in given.items():
-        if size is not None and (type(size) is not int or size < 1):  # True is an int, and no size
-            raise InputError(f"{what} must be a whole number of at least 1, got {size!r}")
+        if size is not None and (
+            type(size) is not int or not 1 <= size <= MOST
+        ):  # True is an int, and no size
+            raise InputError(f"{what} must be a whole number from 1 to {MOST:,}, got {size!r}")
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise InputError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
     defaults = CPU_SIZES if where.type == "cpu" else GPU_SIZES

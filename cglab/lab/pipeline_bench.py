@@ -19,6 +19,7 @@ from cglab.lab.step_metrics import Progress, silent
 from cglab.measure.crossover import find_crossover
 from cglab.measure.record import Metric, Record, make_record, new_run
 from cglab.measure.statistics import difference
+from cglab.models.loading import find_model
 from cglab.runners.pipeline_stage import STAGE_LIMIT
 
 CAPS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -58,7 +59,7 @@ def pipeline(
         A record for each arm of each point, for each arm of each rank at each cap, and for the crossover, by model.
 
     Raises:
-        InputError: if there are fewer GPUs than stages.
+        InputError: if there are fewer GPUs than stages, or for settings with which nothing can run.
         RankError: if a rank failed, or was not done in time.
     """
     there = torch.cuda.device_count()
@@ -66,12 +67,22 @@ def pipeline(
         raise InputError(
             f"{stages} stages need {stages} GPUs and {there} are here; ask for fewer, or use the CPU"
         )
+    numbers = (stages, requests, instances, *caps, *concurrencies)
+    if min(numbers) < 1 or not caps or not concurrencies:
+        raise InputError(
+            f"stages {stages}, caps {tuple(caps)}, concurrencies {tuple(concurrencies)}, requests {requests} and "
+            f"instances {instances} must be at least 1 each"
+        )
     large, run = device.type == "cuda" and not quick, new_run()
     for name in models or (("deep-narrow", "qwen3-8b") if large else ("pico-gqa",)):
         sizes = {"caps": tuple(caps), "concurrencies": tuple(concurrencies), "requests": requests}
         job = StageJob(
             name, stages, device.type, **{**sizes, "instances": instances, **({} if large else QUICK)}
         )
+        if stages > (layers := find_model(name).config.num_layers):
+            raise InputError(
+                f"{name} has {layers} layers, and each of {stages} stages needs one; ask for fewer"
+            )
         progress(f"{name}: {stages} stages, caps {job.caps}, concurrency {job.concurrencies}")
         yield from job_records(job, run_stages(job), device, run)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
+import re
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
@@ -13,10 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from cglab.errors import RankError
+from cglab.serving.guarded import GuardedProcess
 
 ARMS: Final = ("eager", "breakable")
 START_SECONDS: Final = 120.0
 """What starting the processes may take beside the job's own limit."""
+
+FIRST: Final = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+"""What torchrun says of the rank that failed first."""
+RAISED: Final = re.compile(r"^(?:\[rank\d+\]:\s*)?([\w.]+(?:Error|Exception)\b.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -84,18 +88,15 @@ def run_stages(job: StageJob) -> list[dict[str, Any]]:
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}",
             "-m", "cglab.lab.stage_process", str(path),
         ]  # fmt: skip
-        with Path(folder, "said").open("w+", encoding="utf-8") as said:
-            started = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+        said = Path(folder, "said")
+        with said.open("wb") as log:
+            # It ends with this process, however that ends; ranks that did not end in time left nothing, told below.
+            ranks = GuardedProcess(command, environment=os.environ, log=log, grace=0.5)
             try:
-                started.wait(job.limit + START_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass  # told below, by the ranks that left nothing
+                ranks.exit_code(wait=job.limit + START_SECONDS)
             finally:
-                if started.poll() is None:
-                    os.killpg(started.pid, signal.SIGKILL)
-                    started.wait()
-            said.seek(0)
-            return _results(job, said.read())
+                ranks.end()
+        return _results(job, said.read_text(encoding="utf-8", errors="replace"))
 
 
 def _results(job: StageJob, said: str) -> list[dict[str, Any]]:
@@ -104,5 +105,7 @@ def _results(job: StageJob, said: str) -> list[dict[str, Any]]:
     if all(each and "error" not in each for each in found):
         return found
     told = [f"rank {rank}: {each.get('error', 'ended without a word')}" for rank, each in enumerate(found)]
-    told += said.strip().splitlines()[-3:] if not all(found) else []
+    if first := FIRST.search(said):
+        told.insert(0, "rank {} ended first, with exit code {}".format(*first.groups()))
+    told += RAISED.findall(said)[-1:] if not all(found) else []
     raise RankError(f"the pipeline of {job.model} stopped on all ranks; " + "; ".join(told))

@@ -219,29 +219,30 @@ def workload_coverage(
 def predicted_gain(technique: str, reason: str, groups: Mapping[Group, Spent]) -> tuple[float | None, int]:
     """Seconds that capturing the eager steps of a reason would have saved, from steps that were timed.
 
-    A captured step of a larger bucket takes at least as long as one of the size itself would.
+    A captured step of a larger bucket takes at least as long as one of the size itself would. It counts only if it
+    does the same work: with the same parts beside it, and if captured steps were all of one mode.
 
     Returns:
         The gain, and the number of steps that it is of; None and 0 where no eager step has such a captured one.
     """
-    captured: dict[int, Spent] = {}
-    for group, spent in groups.items():
-        if group.technique == technique and group.size and spent.timed:
-            whole = captured.setdefault(group.size, Spent())
-            whole.timed += spent.timed
-            whole.seconds += spent.seconds
+    own = {group: spent for group, spent in groups.items() if group.technique == technique and spent.timed}
     gain, steps = 0.0, 0
-    for group, spent in groups.items():
-        larger = [size for size in captured if size >= group.live]
-        if (
-            (group.technique, group.label) == (technique, reason)
-            and not group.size
-            and spent.timed
-            and larger
-        ):
-            gain += spent.seconds - spent.timed * (captured[min(larger)].mean or 0.0)
+    for group, spent in own.items():
+        if group.label != reason or group.size:
+            continue
+        alike = [each for each in own if each.size and _beside(each) == _beside(group)]
+        larger = [each.size for each in alike if each.size >= group.live]
+        if larger and len({each.mode for each in alike}) == 1:
+            same = [own[each] for each in alike if each.size == min(larger)]
+            mean = sum(each.seconds for each in same) / sum(each.timed for each in same)
+            gain += spent.seconds - spent.timed * mean
             steps += spent.timed
     return (gain, steps) if steps else (None, 0)
+
+
+def _beside(group: Group) -> str:
+    """What a mode says after its first word: other parts of the step, such as a seed that is fused into it."""
+    return group.mode.partition(", ")[2]
 
 
 def _share(name: str, groups: Mapping[Group, Spent]) -> TechniqueShare:

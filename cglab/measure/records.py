@@ -1,9 +1,10 @@
 """Result records: one JSON object a line, in ``data/results/*.jsonl``.
 
 An append writes the whole file anew beside the old one and renames it into place, under a lock on the folder.
-A full disk, a kill at any byte and other writers therefore leave every earlier line as it was, and a batch of
-records is there whole or not at all. A line ends with a checksum of what stands before it. Lines that are no records
-(a partial line that something else left behind, one that was changed) are kept in the file and told by number.
+A full disk, a kill at any byte and other appends therefore leave every earlier line as it was, and a batch of records
+is there whole or not at all; what another program adds to the file meanwhile is lost with the old one. A line ends
+with a checksum of what stands before it. Lines that are no records (a partial line that something else left behind,
+one that was changed) are kept in the file and told by number.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from hashlib import sha256
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -142,12 +144,19 @@ def _object(line: bytes) -> dict[str, Any]:
         if _digest(bare) != ending[1]:
             raise ResultsError("its checksum is another: it is not what was written")
     try:
-        values = json.loads(bare.decode(), parse_constant=_no_number)
+        values = json.loads(bare.decode(), parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ResultsError(f"no complete JSON ({error})") from error
     if not isinstance(values, dict):
         raise ResultsError("no JSON object")
     return values
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(f"{text} is beyond what a number can hold")
+    return number
 
 
 def _no_number(name: str) -> None:

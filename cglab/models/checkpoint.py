@@ -193,7 +193,7 @@ def _require_finite(shard: Path, name: str, stored: torch.Tensor, held: torch.Te
         )
     raise ModelError(
         f"{shard}: {name} has values that {held.dtype} cannot hold, the largest {float(stored.abs().max()):.3g}; "
-        "open it with dtype=torch.bfloat16 or torch.float32"
+        "open it with dtype=torch.float32"
     )
 
 

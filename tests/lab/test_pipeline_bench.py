@@ -1,5 +1,6 @@
 """The pipeline bench: S2's own table through our formulas, a job of two processes, and what a failed one says."""
 
+import os
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from cglab.errors import InputError, RankError, ToggleError
-from cglab.lab import pipeline_bench
+from cglab.lab import pipeline_bench, stage_job
 from cglab.lab.pipeline_bench import active_devices, job_records, pipeline
 from cglab.lab.recorded import Recorded
 from cglab.lab.stage_job import StageJob, run_stages
@@ -16,6 +17,7 @@ from cglab.measure.claims import evaluate, load_claims
 from cglab.measure.machine import Device
 from cglab.measure.published import load_published
 from cglab.ui.plots import pipeline_sweep, recorded_pipeline
+from tests.serving.processes import descendants
 
 CPU = torch.device("cpu")
 ARMS = MappingProxyType({"eager": "baseline", "breakable": "captured"})
@@ -169,3 +171,27 @@ def test_the_sweep_is_drawn_with_the_best_of_each_cap(s2):
     nothing = recorded_pipeline(Recorded("pipeline", ()))
     assert not nothing.data and "no pipeline result" in str(nothing.layout.title)
     assert list(pipeline_sweep([("eager", 8, 1.0), ("eager", 8, 3.0)], "t").data[0].y) == [3.0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"stages": 0}, {"instances": 0}, {"requests": 0}, {"caps": (0,)}, {"concurrencies": ()}, {"stages": 7}],
+)
+def test_settings_with_which_nothing_can_run_are_refused_before_a_process_starts(wrong):
+    with pytest.raises(InputError, match="at least 1 each|7 stages"):
+        list(pipeline(torch.device("cpu"), quick=True, **wrong))
+
+
+def test_b79_a_run_that_is_out_of_time_leaves_no_rank_behind(monkeypatch):
+    """Ranks are in sessions of their own, so a signal to the group of their launcher does not reach them."""
+    monkeypatch.setattr(stage_job, "START_SECONDS", 0.0)
+    job = StageJob("pico-gqa", 2, "cpu", (32,), (2,), prompt=64, dtype="float32", limit=6.0)
+    with pytest.raises(RankError, match="stopped on all ranks"):
+        run_stages(job)
+    assert not descendants(os.getpid())
+
+
+def test_b79_the_rank_that_failed_first_is_named():
+    said = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 3)\n"
+    with pytest.raises(RankError, match="rank 1 ended first, with exit code -9"):
+        stage_job._results(StageJob("pico-gqa", 2, "cpu", (32,), (2,), folder="nowhere"), said)

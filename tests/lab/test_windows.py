@@ -198,7 +198,7 @@ def test_steps_are_compared_as_those_of_other_models(lab, name, sizes):
 @pytest.mark.parametrize("value", [0, -16, 2.5])
 def test_sizes_that_make_no_sense_are_told_before_a_weight_is_loaded(model, monkeypatch, size, value):
     monkeypatch.setattr(facade, "load_model", lambda *args, **options: pytest.fail("weights were loaded"))
-    with pytest.raises(InputError, match=f"{size} must be a whole number of at least 1, got {value}"):
+    with pytest.raises(InputError, match=f"{size} must be a whole number from 1 to 100,000,000, got {value}"):
         model().open(**{size: value})
 
 

@@ -141,8 +141,10 @@ def test_the_gain_is_predicted_from_the_captured_step_of_the_nearest_larger_buck
         {},
         {Group("decode", "full", "2", 2, 2): Spent(9, 9, 0.9)},
         {Group("decode", "full", "4", 4, 4): Spent(1)},
+        {Group("decode", "full, fused", "4", 4, 4): Spent(2, 2, 0.8)},
+        {Group("decode", mode, "4", 4, 4): Spent(2, 2, 0.8) for mode in ("full", "breakable")},
     ],
-    ids=["none", "smaller", "untimed"],
+    ids=["none", "smaller", "untimed", "with more in it", "of two modes"],
 )
 def test_without_a_captured_step_that_was_timed_the_gain_is_not_measured(captured):
     found = workload_coverage("pico", "cuda", {EAGER: Spent(6, 5, 5.0), **captured}, {}, {})

@@ -323,7 +323,9 @@ def test_a_line_with_a_field_of_the_wrong_kind_is_a_problem_beside_the_good_ones
     assert f"wrong kind: {next(iter(odd))}" in found.problems[0].reason
 
 
-def test_a_line_with_nan_is_no_json(tmp_path):
+@pytest.mark.parametrize("odd", ["NaN", "Infinity", "1e999", "-1e999"])
+def test_a_line_with_a_number_that_is_none_is_no_record(tmp_path, odd):
     good = json.dumps(record(0).as_dict())
-    (tmp_path / "a.jsonl").write_text(good.replace("1.5", "NaN"))
-    assert "NaN" in read(tmp_path).problems[0].reason
+    (tmp_path / "a.jsonl").write_text(good.replace("1.5", odd))
+    found = read(tmp_path)
+    assert odd in found.problems[0].reason and not found.records
