@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument(
         "--cases", type=_count, default=100, metavar="N", help="of a technique (default: 100)"
     )
-    parity.add_argument("--plant", metavar="NAME", help="break one guard on purpose; 1 means caught")
+    parity.add_argument("--plant", metavar="NAME", help="break one guard on purpose, to see it told")
 
     bench = add("bench", "measuring:bench", "measures one bench, arms in turns")
     bench.add_argument("name", metavar="NAME", help="the bench; an unknown name lists them all")

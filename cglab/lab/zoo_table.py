@@ -15,7 +15,7 @@ HEADER = (
     "captured",
     "operations",
     "against eager",
-    "what stops the whole, and the next step",
+    "what stops the whole",
 )
 RULE = ("---", "---", "---", "---:", "---", "---")
 
