@@ -21,6 +21,8 @@ from cglab.graphs.places import is_users
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types whose objects are their value, and lead nowhere."""
 
+_METHODS = (FunctionType, property, staticmethod, classmethod, cached_property)
+
 DEEPEST = 3
 """Levels of nested containers that are compared by value; what lies deeper is by identity."""
 
@@ -44,7 +46,7 @@ def parts(value: Any) -> Iterator[Part]:
         yield "", partial(_held, value), _content(value)
     elif isinstance(value, type):
         yield from _of_class(value)
-    elif isinstance(value, partial | property | staticmethod | classmethod | cached_property):
+    elif isinstance(value, (partial, *_METHODS)):
         for name in ("func", "args", "keywords", "fget", "fset", "__func__"):
             yield "", None, getattr(value, name, None)
     else:
@@ -66,6 +68,8 @@ def token(value: Any, depth: int = DEEPEST) -> Any:
         return type(value), value
     if depth and type(value) in (tuple, list, torch.Size):
         return type(value), tuple(token(item, depth - 1) for item in value)
+    if depth and type(value) in (set, frozenset):
+        return type(value), frozenset(token(item, depth - 1) for item in value)
     if depth and type(value) is dict:
         return dict, tuple((token(key, 0), token(item, depth - 1)) for key, item in value.items())
     return id(value)
@@ -76,7 +80,8 @@ def _of_function(function: FunctionType) -> Iterator[Part]:
     yield "", None, getattr(function, "__wrapped__", None)
     if not is_users(function.__code__.co_filename):
         return
-    yield from _of_table(vars(function), ".{}".format, skip=("__wrapped__",))
+    if vars(function):
+        yield from _of_table(vars(function), ".{}".format, skip=("__wrapped__",))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield f"'s {name}", partial(_held, cell), _content(cell)
     space = function.__globals__
@@ -104,8 +109,10 @@ def _of_class(kind: type) -> Iterator[Part]:
     if not _is_of_users(kind):
         return
     for name, item in list(vars(kind).items()):
-        own = not (name.startswith("__") and name.endswith("__"))
-        yield f".{name}", partial(_of_namespace, kind, name) if own else None, item
+        if isinstance(item, _METHODS):
+            yield f".{name}", None, item
+        elif not (name.startswith("__") and name.endswith("__")):  # those are Python's own notes
+            yield f".{name}", partial(_of_namespace, kind, name), item
 
 
 def _of_object(value: Any) -> Iterator[Part]:

@@ -218,6 +218,7 @@ UNCHANGED = {
     "a list kept": "self.sizes = [x.shape[0]]",
     "shapes kept": "self.sizes = [tuple(x.shape), tuple(x.shape)]",
     "a dict kept": "self.sizes = {'rows': x.shape[0]}",
+    "a set kept": "self.sizes = {x.shape[0], 'rows'}",
     "a slice of a class's": "self.sizes = self.known[:1]",
 }
 
