@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_with_path
 
 from cglab.errors import CaptureError, Place
@@ -37,7 +37,7 @@ SEED = 11_235_813
 """Of torch's generators in each run, so that runs differ in nothing but what the doctor changes."""
 
 
-def doctor(function: Callable[..., Any], *args: Any, **inputs: Any) -> Report:
+def doctor(function: Callable[..., Any], /, *args: Any, **inputs: Any) -> Report:
     """Looks for what would break a capture of ``function``, and for what a capture would freeze.
 
     Args:
@@ -130,12 +130,15 @@ class _Patient:
     def varied(self, vary: Vary, notes: list[str]) -> tuple[Run, bool]:
         """A run on other values; on the same ones, with a note, where it fails on the others."""
         views: dict[str, Tensor] = {}
+        copies: dict[int, Tensor] = {}  # by identity: what is given twice is one tensor in the copies too
 
         def copied(path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
+            if id(leaf) not in copies:
+                copies[id(leaf)] = _like(leaf)
             named = len(path) == 2 and path[0].idx == 1
-            return views.setdefault(path[1].key if named else str(path), leaf.detach().clone())
+            return views.setdefault(path[1].key if named else str(path), copies[id(leaf)])
 
         try:
             given = tree_map_with_path(copied, (self.args, self.inputs))
@@ -150,7 +153,7 @@ class _Patient:
     def state(self) -> State:
         """The Python state that it reaches."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
-        return reached({name: self.function, "args": self.args, **self.inputs})
+        return reached([(name, self.function), ("args", self.args), *self.inputs.items()])
 
     def mutations(self, changed: State) -> list[Finding]:
         """Where Python state changes, and how many operations come before."""
@@ -193,6 +196,14 @@ class _Patient:
         function = getattr(self.function, "forward", self.function)
         code = getattr(inspect.unwrap(function), "__code__", None)
         return place_of_line(code, code.co_firstlineno) if code else None
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A copy that answers as the tensor does when it is asked what it is."""
+    copy = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_() if tensor.requires_grad else copy
 
 
 def _escape(run: Run, at: int) -> Finding:

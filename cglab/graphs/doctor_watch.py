@@ -22,12 +22,15 @@ from cglab.errors import CaptureError, DynamicShapeError, HostReadError, Place
 from cglab.graphs.breaks import Aside, Body, Inline, capturing, staged
 from cglab.graphs.capture_state import said_to_capture
 from cglab.graphs.doctor_findings import Finding
+from cglab.graphs.doctor_parts import PLAIN
 from cglab.graphs.doctor_refusals import host_copy, is_default, is_pinning, pinning, unpinned, unregistered
 from cglab.graphs.doctor_stand_ins import Streams, names_cuda, on_cpu, unjoined
 from cglab.graphs.doctor_state import tensors_within
 from cglab.graphs.places import place_of_stack
 from cglab.graphs.refusals import HostReadWatch, refusal
 from cglab.graphs.streams import StreamWatch, install
+
+_SHOWN = (*PLAIN, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,4 +284,5 @@ def _of_gpu(value: object) -> bool:
 def _told(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return "a generator" if isinstance(value, torch.Generator) else repr(value)
+    # A handle, such as a profiler's, is another object at every call, and shows nothing but its address.
+    return repr(value) if isinstance(value, _SHOWN) else f"a {type(value).__name__}"

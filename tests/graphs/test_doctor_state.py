@@ -1,0 +1,340 @@
+"""Python state that a call changes is told at its line, wherever it is kept; what only looks changed is none."""
+
+import sys
+import textwrap
+from types import ModuleType
+
+import pytest
+import torch
+
+import cglab
+
+HEAD = """
+import functools
+from collections import deque
+from contextlib import contextmanager
+from types import SimpleNamespace
+import numpy as np
+import torch
+import cglab
+from torch import nn
+st, seen = {"n": 0}, []
+"""
+
+CHANGED = {
+    "after a break in the same line": """
+        @cglab.eager_break
+        def soft(x):
+            return x * 2
+        def step(x):
+            seen.append(soft(x).shape[0])  #
+            return x + 1
+        """,
+    "after a helper in the same line": """
+        def helper(x):
+            return x * 2
+        def step(x):
+            seen.append(helper(x).shape[0])  #
+            return x + 1
+        """,
+    "after a helper that raises in the same line": """
+        def helper(x):
+            raise ValueError
+        def step(x):
+            try:
+                helper(x)
+            except ValueError:
+                seen.append(1)  #
+            return x + 1
+        """,
+    "after a generator in the same line": """
+        def rows(x):
+            yield x.shape[0]
+            yield x.shape[1]
+        def step(x):
+            seen.append(sum(rows(x)))  #
+            return x + 1
+        """,
+    "under no_grad": """
+        @torch.no_grad()
+        def step(x):
+            st["n"] += 1  #
+            return x * 2
+        """,
+    "under inference_mode": """
+        @torch.inference_mode()
+        def step(x):
+            st["n"] += 1  #
+            return x * 2
+        """,
+    "in a context manager": """
+        @contextmanager
+        def counted():
+            st["n"] += 1  #
+            yield
+        def step(x):
+            with counted():
+                return x * 2
+        """,
+    "in a module's forward under no_grad": """
+        class Step(nn.Module):
+            @torch.no_grad()
+            def forward(self, x):
+                st["n"] += 1  #
+                return x * 2
+        step = Step()
+        """,
+    "in an attribute of a class": """
+        class K:
+            n = 0
+        def step(x):
+            K.n += 1  #
+            return x * 2
+        """,
+    "in a list of a class": """
+        class Step:
+            seen = []
+            def __call__(self, x):
+                self.seen.append(1)  #
+                return x * 2
+        step = Step()
+        """,
+    "in an attribute of a function": """
+        def counting(function):
+            @functools.wraps(function)
+            def call(x):
+                call.calls += 1  #
+                return function(x)
+            call.calls = 0
+            return call
+        @counting
+        def step(x):
+            return x * 2
+        """,
+    "by an inherited method": """
+        class Base:
+            def count(self):
+                st["n"] += 1  #
+        class Step(Base):
+            def __call__(self, x):
+                self.count()
+                return x * 2
+        step = Step()
+        """,
+    "by a property": """
+        class Step:
+            @property
+            def scale(self):
+                st["n"] += 1  #
+                return 2
+            def __call__(self, x):
+                return x * self.scale
+        step = Step()
+        """,
+    "by a static method": """
+        class K:
+            @staticmethod
+            def scale():
+                st["n"] += 1  #
+                return 2
+        def step(x):
+            return x * K.scale()
+        """,
+    "by a class method": """
+        class K:
+            @classmethod
+            def scale(cls):
+                st["n"] += 1  #
+                return 2
+        def step(x):
+            return x * K.scale()
+        """,
+    "in a slot": """
+        class Step:
+            __slots__ = ("n",)
+            def __call__(self, x):
+                self.n += 1  #
+                return x * 2
+        step = Step()
+        step.n = 0
+        """,
+    "in a default of a keyword": """
+        def step(x, *, kept=[]):
+            kept.append(1)  #
+            return x * 2
+        """,
+    "in a namespace": """
+        state = SimpleNamespace(n=0)
+        def step(x):
+            state.n += 1  #
+            return x * 2
+        """,
+    "in a bytearray": """
+        raw = bytearray(2)
+        def step(x):
+            raw[0] += 1  #
+            return x * 2
+        """,
+    "in an array": """
+        table = np.zeros(2)
+        def step(x):
+            table[0] += 1  #
+            return x * 2
+        """,
+    "in a full deque": """
+        last = deque([0, 1], maxlen=2)
+        def step(x):
+            last.append(last[-1] + 1)  #
+            return x * 2
+        """,
+    "in a set of the same size": """
+        ids = {0}
+        def step(x):
+            ids.add(ids.pop() + 1)  #
+            return x * 2
+        """,
+    "in a dict of the user's with attributes": """
+        class Table(dict):
+            n = 0
+        table = Table()
+        table.n = 0
+        def step(x):
+            table.n += 1  #
+            return x * 2
+        """,
+    "in a list whose tensors are new": """
+        class Step:
+            kept = ()
+            def __call__(self, x):
+                self.kept = (torch.ones(2), *self.kept)  #
+                return x * 2
+        step = Step()
+        """,
+}
+
+UNCHANGED = {
+    "a shape kept": "self.shape = x.shape",
+    "a tuple kept": "self.sizes = (x.shape[0], 2.0)",
+    "a list kept": "self.sizes = [x.shape[0]]",
+    "shapes kept": "self.sizes = [tuple(x.shape), tuple(x.shape)]",
+    "a dict kept": "self.sizes = {'rows': x.shape[0]}",
+    "a set kept": "self.sizes = {x.shape[0], 'rows'}",
+    "a slice of a class's": "self.sizes = self.known[:1]",
+}
+
+
+def planted(tmp_path, source):
+    """The function, and the numbers of the lines that are marked with ``#``."""
+    text = HEAD + textwrap.dedent(source)
+    file = tmp_path / "planted.py"
+    file.write_text(text)
+    scope = {"__name__": "planted"}
+    exec(compile(text, str(file), "exec"), scope)
+    return scope["step"], {i for i, line in enumerate(text.splitlines(), 1) if line.endswith("#")}
+
+
+@pytest.fixture
+def module(monkeypatch, tmp_path):
+    """A module named as what ``planted`` defines, so that its classes are the user's."""
+    known = ModuleType("planted")
+    known.__file__ = str(tmp_path / "planted.py")
+    monkeypatch.setitem(sys.modules, "planted", known)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_state_that_a_call_changes_is_told_at_its_line(tmp_path, module, name):
+    step, lines = planted(tmp_path, CHANGED[name])
+    report = cglab.doctor(step, torch.ones(2, 2))
+    found = {each.place.line for each in report.findings if each.kind == "MutatedState"}
+    assert found == lines and len(lines) == 1, str(report)
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_an_equal_value_in_a_new_object_is_no_change(tmp_path, module, name):
+    source = f"""
+        class Step(nn.Module):
+            known = [1, 2]
+            def forward(self, x):
+                {UNCHANGED[name]}
+                return x * 2
+        step = Step()
+        """
+    report = cglab.doctor(planted(tmp_path, source)[0], torch.ones(2, 2))
+    assert report.healthy, str(report)
+    changing = source.replace("return", "st['n'] += 1\n                return")
+    assert not cglab.doctor(planted(tmp_path, changing)[0], torch.ones(2, 2)).healthy
+
+
+def test_an_input_named_as_the_function_hides_nothing_of_it():
+    calls = {"n": 0}
+
+    def bias(x, bias, function):
+        calls["n"] += 1
+        return x + bias + function
+
+    report = cglab.doctor(bias, x=torch.ones(2), bias=1.0, function=2.0)
+    assert [each.kind for each in report.findings] == ["MutatedState"]
+
+
+class Hostile(dict):
+    """Answers nothing."""
+
+    def _refuse(self, *_):
+        raise RuntimeError("not for you")
+
+    items = keys = values = __repr__ = __len__ = __iter__ = __getattr__ = _refuse
+
+    def __hash__(self):
+        return 1
+
+
+class HostileList(list):
+    def _refuse(self, *_):
+        raise RuntimeError("not for you")
+
+    __repr__ = __len__ = __iter__ = __getitem__ = _refuse
+
+
+def test_objects_whose_methods_raise_are_looked_at_without_them():
+    hostile, table, items = Hostile(one=1), {Hostile(): 1}, HostileList([1])
+
+    def step(x):
+        assert all(each is not None for each in (hostile, table, items))
+        return x * 2
+
+    assert cglab.doctor(step, torch.ones(2)).healthy
+
+    def changing(x):
+        dict.__setitem__(hostile, "one", hostile["one"] + 1)
+        return x * 2
+
+    assert [each.kind for each in cglab.doctor(changing, torch.ones(2)).findings] == ["MutatedState"]
+
+
+def test_a_profilers_handle_is_no_baked_value():
+    def step(x):
+        with torch.profiler.record_function("a"):
+            return x * 2
+
+    report = cglab.doctor(step, torch.ones(2))
+    assert report.healthy, str(report)
+
+
+@pytest.mark.parametrize("ask", ["requires_grad", "parameter", "same", "other"])
+def test_inputs_of_other_values_are_of_the_same_kind(ask):
+    asked = {
+        "requires_grad": lambda x, y: x.requires_grad,
+        "parameter": lambda x, y: isinstance(x, torch.nn.Parameter),
+        "same": lambda x, y: x is y,
+        "other": lambda x, y: x is not y,
+    }[ask]
+    paths = []
+
+    def step(x, y, z):
+        paths.append(asked(x, y))
+        return x * 2 if paths[-1] else x + 1
+
+    x = torch.nn.Parameter(torch.ones(2)) if ask == "parameter" else torch.ones(2, requires_grad=True)
+    y = torch.ones(2) if ask == "other" else x
+    kinds = {each.kind for each in cglab.doctor(step, x, y=y, z=torch.ones(2)).findings}
+    assert kinds == {"MutatedState"} and set(paths) == {True}
