@@ -7,7 +7,8 @@
     step(torch.ones(2))
 
 What stands before the call runs as in any cell. ``%load_ext cglab`` brings the magic, and so does
-``cglab.notebook.setup()``. Lines are those of the cell, the magic's own counted.
+``cglab.notebook.setup()``. Lines are those of the cell, the magic's own counted; a line magic
+or shell command over several lines counts as one.
 """
 
 from __future__ import annotations
