@@ -7,13 +7,14 @@ import inspect
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from cglab.commands.console import FAILS, HOLDS, Outcome
-from cglab.errors import CglabError, InputError
+from cglab.errors import InputError
 from cglab.graphs.doctor import doctor
 
 Args = tuple[Any, ...]
@@ -35,44 +36,46 @@ def examine(options: Namespace) -> Outcome:
     if not callable(function):
         raise InputError(f"{path} has no function {name!r}; it has {', '.join(_functions(module)) or 'none'}")
     args, inputs = _inputs(module, function, name, path)
-    try:
+    with _users(f"{name} itself fails on these inputs", path, "; give inputs that it runs on"):
         report = doctor(function, *args, **inputs)
-    except CglabError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise InputError(
-            f"{name} itself fails on these inputs: {_told(error, path)}; give inputs that it runs on"
-        ) from error
     text = f"{name} in {path}: {report}" if report.healthy else str(report)
     value = {"target": options.target, **report.as_value()}
     return Outcome(text, value, HOLDS if report.healthy else FAILS)
 
 
 def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    # Known by a name of its own: a file called torch.py must not take the place of torch.
+    spec = importlib.util.spec_from_file_location(f"cglab_doctor_of_{path.stem}", path.resolve())
     if spec is None or spec.loader is None:
         raise InputError(f"{path} is no Python file; name one that ends with .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # as an import would, for dataclasses and pickles of the file
+    sys.modules[spec.name] = module  # as an import would, for dataclasses and pickles of the file
     sys.path.insert(0, str(path.resolve().parent))
-    try:
+    with _users(f"{path} cannot be loaded", path):
         spec.loader.exec_module(module)
-    except CglabError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise InputError(f"{path} cannot be loaded: {_told(error, path)}") from error
     return module
 
 
 def _inputs(module: ModuleType, function: Any, name: str, path: Path) -> tuple[Args, dict[str, Any]]:
     """Positional and keyword inputs: of ``example_inputs()``, or none for a function that needs none."""
     # A module's own call takes anything, its forward does not.
-    signature = inspect.signature(getattr(function, "forward", function))
-    example: Callable[[], Any] | None = getattr(module, "example_inputs", None)
+    try:
+        signature = inspect.signature(getattr(function, "forward", function))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{name} in {path} does not say what it takes, as it is not written in Python; "
+            f"call it in a function of yours and name that"
+        ) from error
+    example = getattr(module, "example_inputs", None)
     if example is None or not signature.parameters:
         given: Any = ()
     else:
-        given = example()
+        if not callable(example):
+            raise InputError(
+                f"example_inputs of {path} is a {type(example).__name__}; make it a function: {EXAMPLE}"
+            )
+        with _users(f"example_inputs() of {path} fails", path, f"; it takes no argument, as in: {EXAMPLE}"):
+            given = example()
         if not isinstance(given, tuple | dict):
             raise InputError(
                 f"example_inputs() of {path} gives a {type(given).__name__}; "
@@ -85,6 +88,15 @@ def _inputs(module: ModuleType, function: Any, name: str, path: Path) -> tuple[A
         advice = f"example_inputs() of {path} must fit it" if example else f"define in {path}, say: {EXAMPLE}"
         raise InputError(f"{name}{signature} cannot be called ({error}); {advice}") from error
     return args, inputs
+
+
+@contextmanager
+def _users(what: str, path: Path, advice: str = "") -> Iterator[None]:
+    """Runs code of the user's: however it ends, but for an interrupt, says nothing about a capture."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{what}: {_told(error, path)}{advice}") from error
 
 
 def _functions(module: ModuleType) -> list[str]:

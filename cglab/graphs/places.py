@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +14,16 @@ import torch
 
 from cglab.errors import Place
 
-_RECORDER = str(Path(__file__).resolve().parent)
+_PACKAGE = Path(__file__).resolve().parent.parent
+_RECORDER = tuple(f"{_PACKAGE / part}{os.sep}" for part in ("graphs", "ui", "commands"))
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _STANDARD = sysconfig.get_path("stdlib")
 
 
 @functools.cache
 def is_users(filename: str) -> bool:
-    """Whether a file is neither torch's, Python's nor the recorder's."""
-    inside = filename.startswith((_RECORDER, _TORCH, "<frozen", "<string>", "<__array_function__"))
+    """Whether a file is neither torch's, Python's nor of those parts of this package that run a user's function."""
+    inside = filename.startswith((*_RECORDER, _TORCH, "<frozen", "<string>", "<__array_function__"))
     return not inside and not (filename.startswith(_STANDARD) and "site-packages" not in filename)
 
 

@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
+from cglab.errors import InputError
 from cglab.graphs.breaks import BreakCall
 from cglab.graphs.graph_nodes import GraphNode
 from cglab.graphs.recorder import Segment
@@ -60,7 +61,15 @@ class RecordedGraph(Sequence[str]):
         """What another bucket or arm has in addition, lacks, or has with another grid, shape or size.
 
         Nodes are matched by kind and name, in order.
+
+        Raises:
+            InputError: if the other is nothing that ``inspect`` returns.
         """
+        if not isinstance(other, RecordedGraph):
+            raise InputError(
+                f"a recorded graph cannot be compared with a {type(other).__name__}; "
+                "give what inspect returns for another bucket or arm"
+            )
         base, others = ([(node.kind, node.name) for node in graph.nodes] for graph in (self, other))
         added: list[GraphNode] = []
         removed: list[GraphNode] = []

@@ -33,7 +33,10 @@ NEW_INPUT_ADVICE = (
     "create it outside and hand it in as a slot, or build it from device operations such as torch.full"
 )
 
-HOST_READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::allclose"}
+HOST_READS = {
+    "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::allclose",
+    "aten::_linalg_check_errors",
+}  # fmt: skip
 DYNAMIC = {
     "aten::nonzero", "aten::masked_select", "aten::unique_consecutive", "aten::unique_dim", "aten::_unique",
     "aten::_unique2", "aten::bincount", "aten::argwhere", "aten::unique_dim_consecutive",
@@ -60,7 +63,8 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture
         kwargs: its keyword arguments.
     """
     name = func._schema.name
-    if name in HOST_READS:
+    checks = kwargs.get("check_errors")  # of linear algebra: the host is to raise if it failed
+    if name in HOST_READS or checks:
         return HostReadError(
             "a value on the device is read on the host", operation=name, advice=HOST_READ_ADVICE
         )
@@ -120,24 +124,32 @@ class HostReadWatch(torch.overrides.TorchFunctionMode):
     def __init__(self, report: Callable[[CaptureError], None]) -> None:
         super().__init__()
         self._report = report
+        self._host: list[torch.device] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Checks one call."""
         kwargs = kwargs or {}
         if capturing():
-            error = _host_function(func, args, kwargs)
+            error = _host_function(func, args, kwargs, self._names_host)
             if error is not None:
                 self._report(error)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.device and any(map(self._names_host, [*args, *kwargs.values()])):
+            self._host.append(result)
+        return result
+
+    def _names_host(self, value: Any) -> bool:
+        """Whether the function itself says CPU: a tensor's own device is the CPU here, and the GPU on a GPU."""
+        if isinstance(value, str):
+            return value.partition(":")[0] == "cpu"
+        return any(value is device for device in self._host)
 
 
-def _host_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError | None:
+def _host_function(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names_host: Callable[[Any], bool]
+) -> CaptureError | None:
     name = HOST_FUNCTIONS.get(func)
-    if (
-        name is None
-        and func is Tensor.to
-        and ("cpu" in [a for a in [*args[1:], *kwargs.values()] if isinstance(a, str)])
-    ):
+    if func is Tensor.to and any(map(names_host, [*args[1:], *kwargs.values()])):
         name = "to"
     if name is not None:
         call = f"Tensor.{name}"

@@ -75,7 +75,8 @@ class WriteJournal:
             storage = tensor.untyped_storage()
             new = storage.data_ptr() not in self._before and storage.data_ptr() not in self._inside
             if storage.nbytes() and new and not self._skip(tensor):
-                with _disable_current_modes(), torch.no_grad():
+                # Outside inference mode, whose tensors could not be written back after it.
+                with _disable_current_modes(), torch.inference_mode(mode=False), torch.no_grad():
                     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
                     self._before[storage.data_ptr()] = (whole, whole.clone())
 

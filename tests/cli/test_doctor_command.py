@@ -1,8 +1,10 @@
 """``cglab doctor FILE:FUNCTION``: where the function comes from, what it is called with, what is said."""
 
 import json
+import sys
 
 import pytest
+import torch
 
 SOURCE = """
 import torch
@@ -40,6 +42,7 @@ def file(tmp_path):
 
 
 TUPLE = "def example_inputs():\n    return (torch.ones(3),)"
+OWN_ERROR = "import cglab\ndef mine():\n    raise cglab.errors.NewInputError('my own')\n"
 DICT = "def example_inputs():\n    return {'x': torch.ones(3), 'scale': 2.0}"
 
 
@@ -95,6 +98,25 @@ def test_example_inputs_are_not_forced_on_a_function_without_arguments(ask, file
         ("import no_such_package", "careful", ["cannot be loaded", "ModuleNotFoundError", ", line 5"]),
         ("def broken(:", "careful", ["cannot be loaded", "SyntaxError", "line 5"]),
         ("TEXT = 'x'", "TEXT", ["no function 'TEXT'"]),
+        ("builtin = torch.nonzero", "builtin", ["not written in Python", "a function of yours"]),
+        ("example_inputs = (torch.ones(3),)", "reads", ["is a tuple", "make it a function"]),
+        (
+            "def example_inputs():\n    raise SystemExit(0)",
+            "reads",
+            ["example_inputs() of", "SystemExit", "line 6"],
+        ),
+        (
+            "def example_inputs():\n    return 1 / 0",
+            "reads",
+            ["example_inputs() of", "ZeroDivisionError", "line 6"],
+        ),
+        (
+            "def example_inputs(size):\n    return (size,)",
+            "reads",
+            ["missing 1 required", "takes no argument"],
+        ),
+        (OWN_ERROR + "mine()", "careful", ["cannot be loaded", "NewInputError: my own"]),
+        (OWN_ERROR, "mine", ["mine itself fails", "NewInputError: my own"]),
     ],
 )
 def test_bad_input_is_one_message(ask, file, more, name, said):
@@ -123,3 +145,9 @@ def test_a_function_that_leaves_the_process_is_not_found_healthy(ask, file, wher
     more = "raise SystemExit(0)" if where == "file" else "def leaves():\n    raise SystemExit(0)"
     status, _, told = ask("doctor", f"{file(more)}:leaves")
     assert status == 2 and "SystemExit" in told
+
+
+def test_a_file_named_like_a_package_does_not_take_its_place(ask, file):
+    path = file()
+    ask("doctor", f"{path.rename(path.with_name('torch.py'))}:careful")
+    assert sys.modules["torch"] is torch

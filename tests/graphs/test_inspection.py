@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cglab
-from cglab.errors import BucketError
+from cglab.errors import BucketError, InputError
 from cglab.graphs.cuda_nodes import nodes_of_graph
 from cglab.graphs.recorded_graph import recorded_graph
 
@@ -131,6 +131,12 @@ def test_two_arms_differ_by_the_break_and_by_what_is_recorded_in_its_place():
     assert back.removed == found.added and back.added == found.removed and back.alike == found.alike
     assert base.diff(base).same and base.diff(base).alike == len(base.nodes)
     assert found.as_frame()["change"].tolist() == ["removed", "removed", "added"]
+
+
+@pytest.mark.parametrize("other", [None, ["aten::mul"], 2])
+def test_a_recording_is_compared_with_a_recording_only(other):
+    with captured_of(two_parts, "cpu", "breakable") as captured, pytest.raises(InputError, match="inspect"):
+        captured.inspect(2).diff(other)
 
 
 def test_every_recorder_tells_its_nodes_and_their_order(device):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import cglab
-from cglab.graphs.writes import written_tensors
+from cglab.graphs.writes import WriteJournal, written_tensors
 
 TRAINED = {
     "batch norm": (lambda: nn.BatchNorm1d(3), (3,)),
@@ -51,3 +51,30 @@ def test_statistics_that_are_only_read_are_no_writes():
         arguments = (torch.randn(4, 3), None, None, *statistics, training, 0.1, 1e-5)
         found = written_tensors(operator, arguments, {})
         assert [id(each) for each in found] == [id(each) for each in written]
+
+
+@pytest.mark.parametrize("made_inside", [False, True], ids=["plain tensor", "inference tensor"])
+def test_p28_p43_writes_in_inference_mode_are_undone_outside_it(made_inside):
+    with torch.inference_mode(mode=made_inside):
+        kept = torch.zeros(2)
+    journal = WriteJournal()
+    with torch.inference_mode():
+        journal.before([kept])
+        kept.add_(1)
+    journal.restore()
+    assert kept.tolist() == [0, 0]
+
+
+def test_p28_p43_a_step_in_inference_mode_is_examined_and_captured():
+    kept = torch.zeros(2, 2)
+
+    @torch.inference_mode()
+    def step(x):
+        kept.copy_(x)
+        return kept * 2
+
+    assert cglab.doctor(step, torch.ones(2, 2)).healthy
+    with cglab.capture(step, slots={"x": cglab.Slot(pad=0.0)}, buckets=(2,), strict=True) as captured:
+        captured.warm(x=torch.ones(2, 2))
+        assert kept.tolist() == [[0, 0], [0, 0]]
+        assert captured(x=torch.full((2, 2), 3.0)).tolist() == [[6, 6], [6, 6]]

@@ -43,19 +43,68 @@ def test_arguments_in_stars_and_names_of_earlier_cells_work(shell, capsys):
         "import torch\ngiven, more = (torch.ones(2),), {'b': torch.ones(2)}\nclass Box:\n    add = staticmethod(torch.add)"
     )
     shell.run_cell_magic("cglab_doctor", "", "Box.add(*given, other=sum(t for t in more.values()))")
-    assert capsys.readouterr().out.startswith("nothing found that would break a capture")
+    assert ": nothing found that would break a capture" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("cell", ["x = 1", "def step(x):\n    return x", "1 + 1"])
+@pytest.mark.parametrize("cell", ["x = 1", "def step(x):\n    return x", "1 + 1", "%time int(3)", "!true"])
 def test_a_cell_without_a_call_at_its_end_is_refused_before_it_runs(shell, cell):
     with pytest.raises(cglab.errors.InputError, match="must end with the call"):
         shell.run_cell_magic("cglab_doctor", "", "done = True\n" + cell)
     assert "done" not in shell.user_ns
 
 
-def test_a_report_cannot_have_any_name(shell):
+@pytest.mark.parametrize("name", ["my report", "class", "None", "step", "x"])
+def test_a_report_cannot_have_a_name_that_is_none_or_that_the_call_uses(shell, name):
     with pytest.raises(cglab.errors.InputError, match="cannot have that name"):
-        shell.run_cell_magic("cglab_doctor", "my report", "int(3)")
+        shell.run_cell_magic("cglab_doctor", name, "done = True\nstep(x)")
+    assert "done" not in shell.user_ns
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("step(torch.ones(2, 2), scale=3.0)", "step(torch.ones(2, 2), scale=3.0)\n1. "),
+        (
+            "step(torch.ones(2, 2)).sum()",
+            "step(torch.ones(2, 2)).sum() (its last call only: step(torch.ones(2, 2)) ran before): nothing found",
+        ),
+    ],
+)
+def test_the_report_says_which_call_was_looked_at(shell, capsys, call, said):
+    shell.run_cell_magic("cglab_doctor", "", CELL + call)
+    assert capsys.readouterr().out.startswith(said)
+
+
+def test_state_of_an_object_that_is_called_keeps_its_name(shell):
+    counter = (
+        "class Counter:\n    n = 0\n    def __call__(self, x):\n        self.n += 1\n        return x + 1\n\n"
+    )
+    shell.run_cell_magic("cglab_doctor", "report", f"import torch\n{counter}Counter()(torch.ones(2))")
+    (found,) = shell.user_ns["report"].findings
+    assert (found.kind, found.place.line) == ("MutatedState", 6) and found.operation.startswith("Counter")
+
+
+def test_what_a_builtin_does_lies_in_the_line_that_calls_it(shell, capsys):
+    shell.run_cell_magic("cglab_doctor", "", "import torch\n\ntorch.nonzero(torch.ones(2))")
+    assert (
+        "DynamicShapeError at <cell 1>:4 in <lambda>: torch.nonzero(torch.ones(2))" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [("%time made = 1\n", 7), ("!true\n", 7), ("made = !echo 1\n", 7), ("\n\n", 8)],
+    ids=["line magic", "shell", "shell value", "empty lines"],
+)
+def test_what_stands_before_the_call_runs_as_in_any_cell(shell, capsys, before, line):
+    shell.run_cell_magic("cglab_doctor", "report", before + CELL + "step(torch.ones(2, 2))")
+    assert shell.user_ns["report"].findings[0].place.line == line
+    assert shell.user_ns["report"].findings[0].place.code == "return y[y > 0]"
+
+
+def test_an_indented_cell_runs(shell, capsys):
+    shell.run_cell_magic("cglab_doctor", "", "    import torch\n    torch.ones(2).nonzero()\n")
+    assert "DynamicShapeError at <cell 1>:3" in capsys.readouterr().out
 
 
 def test_an_error_of_the_function_comes_through(shell):
