@@ -154,6 +154,8 @@ class _CpuForCuda(torch.overrides.TorchFunctionMode):
         if not names_cuda(func, args, kwargs):
             return func(*args, **kwargs)
         here, self._streams.used = torch.device("cpu"), True
+        if func is torch.device:  # called with an index too, which no other device has
+            return here
         if func is torch.Tensor.cuda:
             return args[0].to(here)
         given = [here if _is_cuda(each) else each for each in args]

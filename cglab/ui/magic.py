@@ -18,6 +18,7 @@ import inspect
 import keyword
 import linecache
 from itertools import takewhile
+from types import FunctionType
 from typing import Any
 
 from cglab.errors import InputError
@@ -102,9 +103,15 @@ def _on_line(function: Any, file: str, line: int) -> Any:
     """The function; if no line of it is the user's, called from the line of the cell that calls it."""
     from cglab.graphs.places import is_users
 
-    called = inspect.unwrap(getattr(function, "forward", function))
-    codes = [getattr(each, "__code__", None) for each in (called, type(called).__call__)]
+    within = inspect.unwrap(getattr(function, "forward", function))
+    codes = [getattr(each, "__code__", None) for each in (within, type(within).__call__)]
     if any(code and is_users(code.co_filename) for code in codes):
         return function
-    source = "\n" * (line - 1) + "lambda function: lambda *args, **inputs: function(*args, **inputs)"
-    return eval(compile(source, file, "eval"))(function)  # noqa: S307 - our own text
+
+    def called(*args: Any, **inputs: Any) -> Any:
+        return function(
+            *args, **inputs
+        )  # one line below the first, which is therefore put one above the call's
+
+    code = called.__code__.replace(co_filename=file, co_firstlineno=line - 1, co_name="<module>")
+    return FunctionType(code, called.__globals__, called.__name__, None, called.__closure__)

@@ -347,7 +347,7 @@ CLEAN = {
     "the device named": """
         def step(x):
             y = x.to("cuda").cuda()
-            return y + torch.ones(2, device="cuda") + torch.arange(2.0, device=torch.device("cuda"))
+            return y + torch.ones(2, device="cuda") + torch.arange(2.0, device=torch.device("cuda", 0))
         """,
     "all that is forbidden, in a break": """
         class Counter:

@@ -87,7 +87,7 @@ def test_state_of_an_object_that_is_called_keeps_its_name(shell):
 def test_what_a_builtin_does_lies_in_the_line_that_calls_it(shell, capsys):
     shell.run_cell_magic("cglab_doctor", "", "import torch\n\ntorch.nonzero(torch.ones(2))")
     assert (
-        "DynamicShapeError at <cell 1>:4 in <lambda>: torch.nonzero(torch.ones(2))" in capsys.readouterr().out
+        "DynamicShapeError at <cell 1>:4 in <module>: torch.nonzero(torch.ones(2))" in capsys.readouterr().out
     )
 
 
