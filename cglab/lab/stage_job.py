@@ -105,7 +105,8 @@ def _results(job: StageJob, said: str) -> list[dict[str, Any]]:
     if all(each and "error" not in each for each in found):
         return found
     told = [f"rank {rank}: {each.get('error', 'ended without a word')}" for rank, each in enumerate(found)]
-    if first := FIRST.search(said):
-        told.insert(0, "rank {} ended first, with exit code {}".format(*first.groups()))
-    told += RAISED.findall(said)[-1:] if not all(found) else []
+    if not all(found):  # some died without a word of their own
+        if first := FIRST.search(said):
+            told.insert(0, "rank {} ended first, with exit code {}".format(*first.groups()))
+        told += RAISED.findall(said)[-1:]
     raise RankError(f"the pipeline of {job.model} stopped on all ranks; " + "; ".join(told))

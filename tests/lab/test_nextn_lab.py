@@ -97,7 +97,7 @@ def test_prefixes_come_back_from_host_memory(plain, draft):
         ("dsa-tiny", {"draft": "pico-gqa-assistant"}, ModelError, "keeps latents; take another draft"),
         ("pico-gqa", {"bucket_floor": 8}, ToggleError, "bucket_floor needs latent attention"),
         *(
-            ("dsa-tiny", {name: wrong}, InputError, f"{name} must be a whole number of at least 1")
+            ("dsa-tiny", {name: wrong}, InputError, f"{name} must be a whole number from 1")
             for name in ("host_tokens", "bucket_floor", "cache_tokens")
             for wrong in (0, -1, True, 8.0, "8", float("nan"))
         ),
