@@ -13,18 +13,10 @@ from cglab.graphs.coverage import Reason
 from cglab.graphs.out_forms import same_bits
 from cglab.models.spans import Span
 from cglab.runners.prefill import INPUTS
+from tests.runners.splits import BUCKETS, ROOM, SPLITS
 
+# SPLITS are shorter and longer than the window of 6 of these models, and across it.
 backends = pytest.mark.parametrize("backend", ["full", "breakable"])
-BUCKETS = (4, 8, 16)
-ROOM = {"max_requests": 8, "max_cached": 128}
-SPLITS = [
-    [(1, 0, 16)],
-    [(1, 0, 3), (2, 0, 4), (3, 0, 6)],
-    [(4, 11, 5), (2, 0, 1)],
-    [(1, 15, 1), (2, 3, 1), (3, 9, 1)],
-    [(5, 7, 9), (6, 0, 4), (7, 1, 2), (8, 15, 1)],
-]
-"""Fresh, cached and mixed requests as (row, start, length): shorter and longer than the window of 6, and across it."""
 
 
 def check(one, spans):
