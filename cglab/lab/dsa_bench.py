@@ -23,8 +23,9 @@ from cglab.graphs.out_forms import same_bits
 from cglab.lab import steps
 from cglab.lab.arm_turns import figures, part_alone, samples, turns, verdicts
 from cglab.lab.bucket_floor import bucket_floor
-from cglab.lab.dsa_sweep import BENCH, captured, choice, load_of, open_for, swept, target_prefill
+from cglab.lab.dsa_sweep import captured, choice, load_of, open_for, swept, target_prefill
 from cglab.lab.facade import Lab
+from cglab.lab.selection_rule import BENCH
 from cglab.lab.sparse_arms import ARMS, choose
 from cglab.lab.sparse_prefill import SparseArm
 from cglab.lab.step_metrics import Progress, model_facts, recorded_steps, silent

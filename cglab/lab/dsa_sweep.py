@@ -13,7 +13,7 @@ from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.lab.facade import Lab
 from cglab.lab.opening import PAGE_SIZE, open_lab
 from cglab.lab.profiles import results_folder
-from cglab.lab.selection_rule import selection_rule, step_costs
+from cglab.lab.selection_rule import BENCH, point_of, selection_rule, step_costs
 from cglab.lab.sparse_prefill import SparseArm
 from cglab.lab.step_metrics import ledger_metrics, model_facts
 from cglab.lab.ttft_grid import Point
@@ -21,7 +21,6 @@ from cglab.measure.record import Record, make_record
 from cglab.measure.records import load
 from cglab.runners.base import GraphGroup, Runner
 
-BENCH: Final = "dsa_prefill"
 QUICK_BUCKETS: Final = (4, 8, 16, 32, 64)
 NOT_HERE: Final = (
     "No arm records the indexer's preparation and leaves attention a break: S3 has none either. Its draft extend (T10) "
@@ -86,12 +85,6 @@ def choice(lab: Lab, selecting: Sequence[Record], whole: Sequence[Record], run: 
 def measured(arm: str, records: Sequence[Record]) -> dict[Point, Record]:
     """The newest record of an arm at every point: of this run, or of an earlier one of the same code that was kept."""
     return {point_of(record): record for record in [*_kept(records[0], arm), *records]}
-
-
-def point_of(record: Record) -> Point:
-    """Where in the grid a record of the bench is."""
-    fresh, cached, concurrency = (record.workload[size] for size in ("fresh", "cached", "concurrency"))
-    return Point(fresh, cached, concurrency)
 
 
 def _kept(like: Record, arm: str) -> Iterable[Record]:

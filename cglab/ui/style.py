@@ -22,6 +22,7 @@ COLOURS = {
     "breakable": "#E69F00",
     "graph": "#009E73",
     "fused": "#882255",
+    "auto": "#56B4E9",
     "breaks": "#D55E00",
     "floor": INK,
     "plan": "#0072B2",
