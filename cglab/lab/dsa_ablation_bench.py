@@ -20,6 +20,7 @@ from cglab.engine.speculation import Speculation
 from cglab.errors import InputError, ToggleError
 from cglab.lab.arm_turns import figures, samples, turns, verdicts
 from cglab.lab.dsa_bench import QUICK_GRID
+from cglab.lab.dsa_recorded import Earlier, asked_of, told
 from cglab.lab.dsa_sweep import captured, load_of, open_for, target_prefill
 from cglab.lab.facade import Lab
 from cglab.lab.sparse_arms import choose
@@ -31,6 +32,7 @@ from cglab.models.kv import PagedKV
 from cglab.models.nextn import NextN
 from cglab.runners.base import GraphGroup, Runner
 
+BENCH: Final = "dsa_ablation"
 POINTS: Final = in_order([Point(512, 0, 1), Point(2048, 0, 4), Point(1024, 32768, 1), Point(4096, 32768, 4)])
 """Two fresh and two cached points of the grid of ``dsa_bench``, with few and many tokens a step."""
 PINNED: Final = 1.8
@@ -98,6 +100,7 @@ def dsa_ablation(
     tokens: Sequence[int] | None = None,
     new_tokens: int = 64,
     memory: bool = True,
+    again: bool = False,
 ) -> Iterator[Record]:
     """Requests on a model with sparse attention and a NextN layer, by the three switches, in turns.
 
@@ -109,9 +112,10 @@ def dsa_ablation(
         tokens: only the points with so many fresh tokens.
         new_tokens: of each request; the first comes from the prefill, so at least two.
         memory: whether every bucket of every arm is captured once more, for its memory and seconds.
+        again: whether what the same code has recorded on this kind of device is measured once more.
 
     Yields:
-        A record for each arm of each point.
+        A record for each arm of each point that is measured.
 
     Raises:
         InputError: if no point is asked for, or nothing would be drafted.
@@ -127,8 +131,19 @@ def dsa_ablation(
     progress(f"{name}: open with a NextN layer")
     draft = {"draft": "nextn", "speculation": Speculation(steps=1, pinned=PINNED)}
     with open_for(name, device, points, new_tokens, large=large, **draft) as lab:
-        costs = {arm: _memory(lab, each) if memory else {} for arm, each in ARMS.items()}
-        for number, point in enumerate(points, 1):
+        known = Earlier() if again else Earlier.kept(lab.name, lab.dtype, lab.device)
+        recorded = {
+            point: known.run(BENCH, ARMS, asked_of(point, load_of(point, new_tokens, device)))
+            for point in points
+        }
+        costs: dict[str, dict[str, float]] = {arm: {} for arm in ARMS}
+        if memory and not all(recorded.values()):
+            progress(f"{name}: the memory of {len(ARMS)} arms")
+            costs = {arm: known.costs(BENCH, arm) or _memory(lab, each) for arm, each in ARMS.items()}
+        for number, (point, found) in enumerate(recorded.items(), 1):
+            if found:
+                progress(told(point, found))
+                continue
             progress(f"{name}: {point}, {number} of {len(points)}")
             yield from _point(lab, point, new_tokens, run, costs)
 
@@ -148,15 +163,14 @@ def _point(
     caches = [*lab.engine.kv.caches().values(), *draft_kv.caches().values()]
     for name, switches in ARMS.items():
         yield make_record(
-            bench="dsa_ablation", arm=name, device=lab.device, run=run,
+            bench=BENCH, arm=name, device=lab.device, run=run,
             metrics={
                 **figures(runs[name]), **verdicts(runs, name), **costs[name],
                 "cache_gb": sum(cache.nbytes for cache in caches) / 1e9,
             },
             samples=samples(runs[name]),
             workload={
-                "fresh": point.tokens, "cached": point.cached, "concurrency": point.concurrency, **asked.as_dict(),
-                **lab.drafted, "decode": "full", "payload": runs[name][0].result.payload,
+                **asked_of(point, asked), **lab.drafted, "decode": "full", "payload": runs[name][0].result.payload,
                 "toggles": f"{switches.arm.name}, draft_extend {switches.mode}", "invalid": dict(INVALID),
             },
             coverage={phase: each.as_dict() for phase, each in runs[name][-1].coverage.items()},

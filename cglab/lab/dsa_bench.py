@@ -23,6 +23,7 @@ from cglab.graphs.out_forms import same_bits
 from cglab.lab import steps
 from cglab.lab.arm_turns import figures, part_alone, samples, turns, verdicts
 from cglab.lab.bucket_floor import bucket_floor
+from cglab.lab.dsa_recorded import Earlier, asked_of, told
 from cglab.lab.dsa_sweep import captured, choice, load_of, open_for, swept, target_prefill
 from cglab.lab.facade import Lab
 from cglab.lab.selection_rule import BENCH
@@ -58,6 +59,7 @@ def dsa(
     new_tokens: int = 64,
     floor_tokens: int = 128,
     memory: bool = True,
+    again: bool = False,
 ) -> Iterator[Record]:
     """Requests on a model with sparse attention, by what its prefill leaves to breaks, in turns.
 
@@ -72,6 +74,7 @@ def dsa(
         new_tokens: of each request; S3's 64, and the record states it.
         floor_tokens: up to which bucket the floor is swept; 0 for no sweep.
         memory: whether every bucket of every arm is captured once more, for its memory and seconds.
+        again: whether what the same code has recorded on this kind of device is measured once more.
 
     Yields:
         The floor of each arm, a record for each arm of each point, then one for each arm over all of them, with those
@@ -94,21 +97,32 @@ def dsa(
     name, run = model or ("dsa-24" if large else "dsa-tiny"), new_run()
     progress(f"{name}: open")
     with open_for(name, device, points, new_tokens, large=large) as lab:
-        yield from _floors(lab, run, floor_tokens if large else min(floor_tokens, 16), progress)
-        sweep: dict[str, list[Record]] = {arm: [] for arm in NAMES}
+        kept = Earlier.kept(lab.name, lab.dtype, lab.device)
+        known = Earlier() if again else kept
+        yield from _floors(lab, run, floor_tokens if large else min(floor_tokens, 16), progress, known)
+        sweep = [*kept.of(BENCH, NAMES)]
         for number, point in enumerate(points, 1):
+            if found := known.run(BENCH, NAMES, asked_of(point, load_of(point, new_tokens, device))):
+                progress(told(point, found))
+                continue
             progress(f"{name}: {point}, {number} of {len(points)}")
             for record in _point(lab, point, new_tokens, run):
-                sweep[record.arm].append(record)
+                sweep.append(record)
                 yield record
-        for arm, records in sweep.items():
-            costs = captured(lab, partial(target_prefill, lab, NAMES[arm])) if memory else {}
-            yield swept(lab, arm, records, points=GRID if large else QUICK_GRID, run=run, costs=costs)
-        yield choice(lab, sweep["graph"], sweep["whole"], run)
+        for arm in NAMES:
+            costs = known.costs(f"{BENCH}_sweep", arm)
+            if memory and not costs:
+                costs = captured(lab, partial(target_prefill, lab, NAMES[arm]))
+            yield swept(lab, arm, sweep, points=GRID if large else QUICK_GRID, run=run, costs=costs)
+        yield choice(lab, sweep, run)
 
 
-def _floors(lab: Lab, run: str, largest: int, progress: Progress) -> Iterator[Record]:
-    for name, arm in list(NAMES.items())[1:] if largest else ():
+def _floors(lab: Lab, run: str, largest: int, progress: Progress, known: Earlier) -> Iterator[Record]:
+    arms = list(NAMES.items())[1:] if largest else []
+    if recorded := known.run("dsa_floor", dict(arms), {"largest": largest}):
+        progress(told("the floors", recorded))
+        return
+    for name, arm in arms:
         progress(f"{lab.name}: the floor of {name}, up to {largest} tokens")
         found = bucket_floor(lab, arm, largest=largest)
         yield make_record(
@@ -145,9 +159,8 @@ def _point(lab: Lab, point: Point, new_tokens: int, run: str) -> Iterator[Record
             },
             samples=samples(runs[name]),
             workload={
-                "fresh": point.tokens, "cached": point.cached, "concurrency": point.concurrency, **asked.as_dict(),
-                "step": dict(step.workload), "decode": "full", "payload": runs[name][0].result.payload,
-                "toggles": arm.name,
+                **asked_of(point, asked), "step": dict(step.workload), "decode": "full",
+                "payload": runs[name][0].result.payload, "toggles": arm.name,
             },
             parity={"verdict": "bitwise" if alike[name] else "corrupted"},
             coverage={phase: each.as_dict() for phase, each in runs[name][-1].coverage.items()},

@@ -25,6 +25,8 @@ from cglab.runners.dsa_policy import SelectionRule
 
 BENCH: Final = "dsa_prefill"
 """What recorded costs are of."""
+SELECTING, WHOLE = "graph", "whole"
+"""Its arms whose only break is the selection (T9), and without breaks (T9b)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def recorded_rule(model: str, dtype: torch.dtype, device: torch.device) -> Selec
     for record in load(folder).records if folder.exists() else ():
         if (record.bench, record.model, record.dtype, record.device.name) == like:
             found.setdefault(record.arm, {})[point_of(record)] = record
-    return selection_rule(step_costs(found.get("graph", {}), found.get("whole", {})))
+    return selection_rule(step_costs(found.get(SELECTING, {}), found.get(WHOLE, {})))
 
 
 def point_of(record: Record) -> Point:

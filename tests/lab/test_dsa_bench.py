@@ -85,9 +85,14 @@ def test_g6_is_computed_from_such_records_once_a_gpu_made_them(records):
         )
         for record in records
     ]  # fmt: skip
-    (found,) = evaluate(claims, on_gpu, tree="")
+    drafting = [
+        replace(on_gpu[0], bench="dsa_ablation", arm=arm, metrics={"graph_gb": graph_gb, "cache_gb": 2.0})
+        for arm, graph_gb in (("none", 1.0), ("T8+T9+T10", 0.9))
+    ]
+    (found,) = evaluate(claims, [*on_gpu, *drafting], tree="")
     states = {part.name: part.status for part in found.parts}
     assert states["bitwise against the arm with breaks"] == "met"
+    assert states["KV pool over that without T8, T9 and T10"] == "met"
     assert "unmeasured" not in states.values()
 
 
