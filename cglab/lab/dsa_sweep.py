@@ -19,6 +19,8 @@ from cglab.lab.ttft_grid import Point
 from cglab.measure.record import Record, make_record
 from cglab.runners.base import GraphGroup, Runner
 
+PER_LANE: Final = 8
+"""S3's requests for each that is in flight."""
 QUICK_BUCKETS: Final = (4, 8, 16, 32, 64)
 NOT_HERE: Final = (
     "No arm records the indexer's preparation and leaves attention a break: S3 has none either. Its draft extend (T10) "
@@ -107,9 +109,9 @@ def open_for(
     )  # fmt: skip
 
 
-def load_of(point: Point, new_tokens: int, device: torch.device) -> Load:
-    """The requests of a point: S3's 16 at concurrency 1, else eight a lane; a few where there is no time to take."""
-    count = 16 if point.concurrency == 1 else 8 * point.concurrency
+def load_of(point: Point, new_tokens: int, device: torch.device, per_lane: int = PER_LANE) -> Load:
+    """The requests of a point: S3's 16 at concurrency 1, else so many a lane; a few where there is no time to take."""
+    count = 2 * PER_LANE if point.concurrency == 1 else per_lane * point.concurrency
     asked = count if device.type == "cuda" else 2 * point.concurrency
     return Load(asked, point.concurrency, point.tokens, new_tokens, shared_prefix=point.cached)
 
