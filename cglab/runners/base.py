@@ -224,6 +224,10 @@ class Runner(ABC, Generic[Live]):
         """The same by technique, where a phase holds more than one."""
         return {self.technique: self.coverage()}
 
+    def tries(self) -> int:
+        """Captures so far, those that failed included: a step in which they grow took longer for it."""
+        return len(self.captured.ledger) + len(self.captured.failures)
+
     def memory(self) -> list[dict[str, Any]]:
         """One row per captured bucket: milliseconds and bytes."""
         return self.captured.memory()

@@ -121,6 +121,10 @@ class DsaChoiceRunner(DsaPrefillRunner):
         recorded = (runner.covered("select") for runner in self.recorded.values())
         return {**super().coverages(), SELECTION: reduce(add, recorded, left)}
 
+    def tries(self) -> int:
+        """See ``Runner``: of both."""
+        return super().tries() + sum(runner.tries() for runner in self.recorded.values())
+
     def memory(self) -> list[dict[str, Any]]:
         """See ``Runner``: of both."""
         return [*super().memory(), *(row for runner in self.recorded.values() for row in runner.memory())]

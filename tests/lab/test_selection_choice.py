@@ -55,8 +55,11 @@ def test_s3_steps_of_both_kinds_are_bitwise_those_of_the_arm_with_breaks(opened,
     assert selection.steps == prefill.steps and selection.captured < prefill.captured
     runner = lab.phases.prefill(dsa_indexer_prep="auto")
     assert {room for room, each in runner.recorded.items() if each.coverage().captured} == {0, 64}
-    assert len(runner.memory()) == len(runner.captured.memory()) + sum(
-        len(each.captured.memory()) for each in runner.recorded.values()
+    assert (
+        runner.tries()
+        == len(runner.memory())
+        == len(runner.captured.memory())
+        + sum(len(each.captured.memory()) for each in runner.recorded.values())
     )
     assert not any("break" in line for line in runner.recorded[0].captured.inspect(32))
 
@@ -72,6 +75,17 @@ def test_without_costs_the_break_stays_and_says_what_records_them(opened):
         "LIVE_EXTENT": "30 tokens after 0 cached: no costs of this model on this kind of device are recorded; "
         "cglab bench dsa records them"
     }
+
+
+def test_a_step_in_which_either_recording_is_made_is_not_timed(opened):
+    lab = opened(SelectionRule(((0, 16),)), bucket_floor=1)
+    lab.captures.dsa_indexer_prep = "auto"
+    for token in range(3):
+        for length in (12, 30):
+            lab.generate([[token + length] * length], 1)
+    spent = lab.times.groups().values()
+    assert sum(each.steps for each in spent) == 6 and sum(each.timed for each in spent) == 4
+    assert len(lab.phases.prefill().memory()) == 2
 
 
 @pytest.mark.parametrize("arm", ["dsa_attention", "dsa_indexer_prep"])
