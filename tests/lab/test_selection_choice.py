@@ -88,6 +88,17 @@ def test_a_step_in_which_either_recording_is_made_is_not_timed(opened):
     assert len(lab.phases.prefill().memory()) == 2
 
 
+def test_a_size_is_captured_ahead_in_the_kinds_that_may_serve_it_and_all_is_given_back(opened):
+    lab = opened(SelectionRule(((0, 16), (64, 8))))
+    runner = lab.phases.prefill(dsa_indexer_prep="auto")
+    made = [runner, *runner.recorded.values()]
+    for rows, sizes in ((30, ([32], [], [])), (12, ([16, 32], [16], [])), (8, ([8, 16, 32], [8, 16], [8]))):
+        runner.capture_for(rows)
+        assert tuple(each.captured.captured_sizes for each in made) == sizes
+    lab.close()
+    assert not any(each.captured.captured_sizes for each in made)
+
+
 @pytest.mark.parametrize("arm", ["dsa_attention", "dsa_indexer_prep"])
 def test_a_kill_switch_leaves_nothing_to_choose(opened, monkeypatch, arm):
     switch = dict(zip(("dsa_attention", "dsa_indexer_prep"), KILL_SWITCHES, strict=False))[arm]
