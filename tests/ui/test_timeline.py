@@ -77,6 +77,8 @@ def test_a_crowded_lane_shows_the_share_of_time_that_was_busy(make):
     )
     for trace in (eager, full):
         assert trace.offset + trace.width == pytest.approx(LANE / 2)
+    assert eager.customdata[SLICES // 2] == pytest.approx(0.4, abs=0.02)
+    assert sum(map(int, eager.hovertext)) == kernels and "events start in these" in eager.hovertemplate
     assert (profile.bars()["arm"] == "full").sum() == kernels + 1
 
 
@@ -92,8 +94,7 @@ def test_slices_hold_all_the_busy_time_and_every_event_once():
     bars = sliced_bars(rows, 0.0, 100.0, slices=10)
     assert [bar.start for bar in bars] == [0, 10, 20, 50, 60, 90]
     assert [bar.busy for bar in bars] == pytest.approx([1, 1, 1, 0.5, 0.5, 0.05])
-    assert sum(int(bar.label.split(" ")[0]) for bar in bars) == len(rows)
-    assert bars[1].label == "1 events start in these 10.0 µs<br>busy 100%"
+    assert sum(int(bar.label) for bar in bars) == len(rows)
 
 
 def test_slices_of_a_window_cut_what_reaches_over_its_edges():
