@@ -103,7 +103,7 @@ def _keep(content: bytes, path: Path) -> None:
 
 
 def _slim(content: bytes) -> bytes:
-    """A Chrome trace without spaces and without the numbers by which the profiler keeps count of its host operations."""
+    """A Chrome trace without spaces, and without the numbers by which the profiler counts its host operations."""
     trace = json.loads(content)
     for event in trace["traceEvents"]:
         if event.get("cat") == "cpu_op":
