@@ -23,9 +23,3 @@ def frozen_heap():
 def device(request):
     """A device of each recorder."""
     return torch.device(request.param)
-
-
-@pytest.fixture
-def cuda():
-    """The GPU; a test that takes it carries the marker ``gpu``."""
-    return torch.device("cuda")
