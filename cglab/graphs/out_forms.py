@@ -83,6 +83,10 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
         return False
     if not left.numel():
         return True
-    # A clone, since a contiguous tensor may still have an odd stride on an axis of one element.
-    plain = (side.clone(memory_format=torch.contiguous_format).reshape(-1) for side in (left, right))
-    return torch.equal(*(side.view(torch.uint8) for side in plain))
+    return torch.equal(_bytes(left), _bytes(right))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # What is contiguous may still have an odd stride on an axis of one element.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
