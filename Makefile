@@ -37,7 +37,7 @@ lab: $(STAMP) ## open JupyterLab on the start notebook (this machine only, with 
 test: check test-unit test-notebooks ## lint, types, layers, unit tests and notebooks
 
 test-unit: $(STAMP) ## the unit tests alone
-	$(call LIMIT,1800) $(BIN)/python -m pytest --timeout=300 $(UNIT)
+	$(call LIMIT,2400) $(BIN)/python -m pytest --timeout=300 $(UNIT)
 
 test-notebooks: $(STAMP) ## run the notebooks, with a model of another kind too, and compare what they promise
 	$(call LIMIT,1200) $(BIN)/python -m pytest --timeout=300 $(NOTEBOOKS)
