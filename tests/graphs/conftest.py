@@ -8,9 +8,3 @@ import torch
 def device(request):
     """A device of each recorder."""
     return torch.device(request.param)
-
-
-@pytest.fixture
-def cuda():
-    """The GPU; a test that takes it carries the marker ``gpu``."""
-    return torch.device("cuda")
