@@ -15,6 +15,7 @@ from cglab.lab.capture_bench import capture
 from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.dflash_bench import dflash
+from cglab.lab.differential_bench import differential
 from cglab.lab.dsa_ablation_bench import dsa_ablation
 from cglab.lab.dsa_arms_bench import dsa_arms
 from cglab.lab.dsa_bench import dsa
@@ -128,6 +129,11 @@ BENCHES: Mapping[str, Bench] = {
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
     ),
     "parity": Bench("random sequences of batches against the three oracles", parity, quick=("cases",)),
+    "differential": Bench(
+        "very many random steps of every technique, each to the bit beside padded eager",
+        differential,
+        quick=("steps",),
+    ),
     "requests": Bench("whole requests in every mode against the three oracles", requests),
     "speculation": Bench(
         "held-out prompts drafted and verified in every form, against plain decoding and the three oracles",

@@ -69,6 +69,7 @@ _COLUMNS = {
     "planner": ("time_ms", "ratio_to_sglang", "waste", "buckets", "eager_steps", "memory_mb", "capture_s", "ok"),
     "recovery": ("operations", "tried", "failed", "ok"),
     "soak": ("rounds", "total_steps", "hashes_equal", "memory_growth_bytes", "seconds", "ok"),
+    "differential": ("sequences", "total_steps", "captured", "arms", "least_captured", "different", "seconds", "ok"),
     "zoo": ("captured", "operations", "breaks", "from_plain_eager", "findings", "foreseen", "refusal"),
     "notebooks": ("tests", "passed", "failures", "errors", "skipped", "ok"),
     "gpu-tests": ("tests", "passed", "failures", "errors", "skipped", "ok"),
