@@ -35,8 +35,9 @@ Messages carry three things: the fact, the good values, and the next step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class CglabError(Exception):
@@ -219,7 +220,13 @@ class RecompiledError(CglabError):
 
 
 class RankError(CglabError):
-    """A rank of several that work together is lost, late, or does something else; all of them stop."""
+    """A rank of several that work together is lost, late, or does something else; all of them stop.
+
+    Attributes:
+        measured: what each rank had measured until then, by rank; nothing if not all of them had.
+    """
+
+    measured: tuple[Mapping[str, Any], ...] = ()
 
 
 class ClosedError(CglabError):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from draft_card import write_draft
@@ -25,6 +25,8 @@ from train_pico import CALIBRATION, learning_rate
 from cglab.models.decoder import Decoder
 from cglab.models.drafts import DraftModel, load_draft
 from cglab.models.loading import INTO_STREAM, load_model
+
+D = TypeVar("D", bound=DraftModel)
 
 CORPUS_TOKENS = 16  # of each prompt, learnt from beside its continuation
 
@@ -61,7 +63,11 @@ def accept_length(draft: DraftModel, target: Decoder, held_out: list[HeldOut[Any
 
 
 def train(
-    draft: DraftModel, loss_of: Callable[[T], Tensor], options: argparse.Namespace, facts: dict[str, Any]
+    draft: D,
+    loss_of: Callable[[T], Tensor],
+    options: argparse.Namespace,
+    facts: dict[str, Any],
+    begin: Callable[[D], None] = lambda _: None,
 ) -> None:
     """Runs the training and writes the draft's folder.
 
@@ -70,6 +76,7 @@ def train(
         loss_of: a batch of texts, by the draft bound to its target; a scalar.
         options: as ``options_of`` gives them.
         facts: what the card says of the loss.
+        begin: what a kind changes of the first weights, the draft being bound to its target.
     """
     device = torch.device(options.device)
     torch.manual_seed(options.seed)
@@ -77,6 +84,7 @@ def train(
     exact = load_model(options.model, device=device, dtype=torch.float32).model
     draft.bind(target)
     initialise(draft, options.seed)
+    begin(draft)
     if options.resume:
         draft.load_state_dict(load_draft(options.resume, exact).model.state_dict())
     kind = measure_of(draft)

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from cglab.models.dsa_config import DsaConfig
 from cglab.models.experts import RoutedExperts
-from cglab.models.indexer import Indexer, KeyRanges, best
-from cglab.models.kv import PagedKV
+from cglab.models.indexer import Indexer, best
 from cglab.models.mla import LatentAttend, LatentAttention
-from cglab.models.spans import Span
-from cglab.models.sparse import Breaks, LiveKeys, SparseAttention
 
 
 class LatentWindows(LatentAttend):
@@ -41,10 +38,12 @@ class LatentWindows(LatentAttend):
         """See ``LatentAttend``; the indexer learns from ``distances`` alone, its inputs from the text alone."""
         rows = indexer.prepare(hidden.detach(), query_latent.detach(), turn)
         query, gates, key = (self._windows(part) for part in (rows.query, rows.gates, rows.key.squeeze(1)))
+        key = self._index_keys(layer_index, key)
         found = F.relu(torch.einsum("wqhd,wkd->wqhk", query, key))
         self.scores = torch.einsum("wqh,wqhk->wqk", gates.to(found.dtype), found).float()
-        causal = torch.ones(self.window, self.window, device=hidden.device, dtype=torch.bool).tril()
-        sparse = self.kept is not None and self.kept < self.window
+        width, known = self.scores.shape[1:]
+        causal = torch.ones(width, known, device=hidden.device, dtype=torch.bool).tril(known - width)
+        sparse = self.kept is not None and self.kept < known
         self.seen = best(self.scores.detach(), causal, self.kept or 0) if sparse else causal
 
     def attend(
@@ -53,11 +52,7 @@ class LatentWindows(LatentAttend):
         """See ``LatentAttend``."""
         key, value = (self._windows(part) for part in attention.expanded(attention.stored(latent, turn)))
         asked = self._windows(attention.turned(query, turn))
-        unseen = ~self.seen if self.seen.dim() == 2 else ~self.seen.unsqueeze(1)
-        scores = torch.einsum("wqhd,wkhd->whqk", asked, key).float() * attention.scale
-        likely = scores.masked_fill(unseen, -math.inf).softmax(-1)
-        if self.taught and attention.indexer is not None:
-            self._teach(likely.detach().mean(1))
+        likely = self._likely(torch.einsum("wqhd,wkhd->whqk", asked, key), attention)
         mixed = torch.einsum("whqk,wkhd->wqhd", likely.to(value.dtype), value)
         return mixed.flatten(0, 1).flatten(1).to(query.dtype)
 
@@ -72,6 +67,18 @@ class LatentWindows(LatentAttend):
     def _windows(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (-1, self.window))
 
+    def _index_keys(self, layer_index: int, new: Tensor) -> Tensor:
+        """[windows, keys, index_dim], all that the tokens of ``new`` may see: here these alone."""
+        return new
+
+    def _likely(self, products: Tensor, attention: LatentAttention) -> Tensor:
+        """Weights of the keys that are seen, float32, from products [windows, heads, width, keys] with queries."""
+        unseen = ~self.seen if self.seen.dim() == 2 else ~self.seen.unsqueeze(1)
+        likely = (products.float() * attention.scale).masked_fill(unseen, -math.inf).softmax(-1)
+        if self.taught and attention.indexer is not None:
+            self._teach(likely.detach().mean(1))
+        return likely
+
     def _teach(self, attended: Tensor) -> None:
         """Notes the Kullback-Leibler distance of the scores from ``attended`` [windows, window, window]."""
         # A finite floor: what is not seen weighs nothing, and nothing times infinity is no number.
@@ -80,11 +87,13 @@ class LatentWindows(LatentAttend):
         self.distances.append(wanted.sum(-1).mean())
 
 
-class LatentCache(LatentAttend):
-    """Equally long texts and what they have so far, in a paged cache with one page a text.
+class LatentCache(LatentWindows):
+    """Equally long texts and what they have so far, every text at the same position.
 
     Attributes:
         stored: positions of each text that every layer holds.
+        latents: [layers, texts, length, latent_rank + head_dim].
+        index_keys: [layers, texts, length, index_dim].
 
     Args:
         config: the target's shape.
@@ -94,42 +103,30 @@ class LatentCache(LatentAttend):
     """
 
     def __init__(self, config: DsaConfig, texts: int, length: int, like: Tensor) -> None:
-        self.kv = PagedKV(
-            config, pages=texts + 1, page_size=length, rows=texts + 1, max_context=length, device=like.device,
-            dtype=like.dtype,
-        )  # fmt: skip
-        self.kv.full.page_table[:, 0] = torch.arange(texts + 1, device=like.device)
-        self.texts, self.stored, self.kept = texts, 0, config.index_topk
-        self._step: SparseAttention | None = None
-        self._of = (-1, 0)
-
-    def select(
-        self, layer_index: int, indexer: Indexer, hidden: Tensor, query_latent: Tensor, turn: Tensor
-    ) -> None:
-        """See ``LatentAttend``."""
-        self._at(len(hidden)).select(layer_index, indexer, hidden, query_latent, turn)
+        super().__init__(length, config.index_topk)
+        places = (config.num_layers, texts, length)
+        self.latents = like.new_zeros(*places, config.latent_rank + config.head_dim)
+        self.index_keys = like.new_zeros(*places, config.index_dim)
+        self.texts, self.stored = texts, 0
 
     def attend(
         self, layer_index: int, attention: LatentAttention, query: Tensor, latent: Tensor, turn: Tensor
     ) -> Tensor:
-        """See ``LatentAttend``."""
-        return self._at(len(query)).attend(layer_index, attention, query, latent, turn)
+        """See ``LatentAttend``; queries ask the latents themselves, so that none is expanded again at every step."""
+        known = self._known(self.latents[layer_index], self._windows(attention.stored(latent, turn)))
+        asked = self._windows(attention.absorbed(query, turn))
+        likely = self._likely(torch.einsum("wqhd,wkd->whqk", asked, known), attention)
+        mixed = torch.einsum("whqk,wkd->wqhd", likely.to(known.dtype), known[..., : attention.rank])
+        return attention.values(mixed.flatten(0, 1)).to(query.dtype)
 
-    def route(self, experts: RoutedExperts, hidden: Tensor) -> Tensor:
-        """See ``LatentAttend``."""
-        return self._at(len(hidden)).route(experts, hidden)
+    def _windows(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (self.texts, -1))
 
-    def _at(self, tokens: int) -> SparseAttention:
-        """The step of this many tokens, as many of each text, after those that are stored."""
-        if self._step is None or self._of != (self.stored, tokens):
-            width = tokens // self.texts
-            spans = [Span(text + 1, self.stored, width) for text in range(self.texts)]
-            rows = torch.arange(1, self.texts + 1, device=self.kv.device)
-            new = self.kv.context_positions[self.stored : self.stored + width]
-            slots = self.kv.full.slots(rows, new.expand(self.texts, -1)).flatten()
-            keys = LiveKeys(KeyRanges.of(spans, self.kv.full))
-            self._step = SparseAttention(
-                self.kv, out_slots=slots, keys=keys, breaks=Breaks(), index_topk=self.kept
-            )
-            self._of = self.stored, tokens
-        return self._step
+    def _index_keys(self, layer_index: int, new: Tensor) -> Tensor:
+        return self._known(self.index_keys[layer_index], new)
+
+    def _known(self, cache: Tensor, new: Tensor) -> Tensor:
+        """Stores [texts, width, dim] in a layer's cache and returns all that it holds, [texts, stored + width, dim]."""
+        end = self.stored + new.shape[1]
+        cache[:, self.stored : end] = new
+        return cache[:, :end]

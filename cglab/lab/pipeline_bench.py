@@ -8,12 +8,13 @@ the sweep the crossover, which is what the default cap is held against.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 
-from cglab.errors import InputError
+from cglab.errors import InputError, RankError
 from cglab.lab.stage_job import ARMS, StageJob, run_stages
 from cglab.lab.step_metrics import Progress, silent
 from cglab.measure.crossover import find_crossover
@@ -40,7 +41,9 @@ def pipeline(
     caps: Sequence[int] = CAPS,
     concurrencies: Sequence[int] = CONCURRENCIES,
     requests: int = 10,
+    most: int | None = None,
     instances: int = 3,
+    limit: float = 570.0,
 ) -> Iterator[Record]:
     """Throughput and stage profile of a pipeline by cap, concurrency and arm, the arms in turns.
 
@@ -52,8 +55,10 @@ def pipeline(
         stages: processes.
         caps: aggregate tokens of a forward.
         concurrencies: requests at a time.
-        requests: so many times the concurrency run in all.
+        requests: so many times the concurrency run in all; S2's 10.
+        most: requests of a run at most, but never fewer than the concurrency; None for no bound.
         instances: turns of each arm.
+        limit: seconds after which the ranks of a model are ended.
 
     Yields:
         A record for each arm of each point, for each arm of each rank at each cap, and for the crossover, by model.
@@ -67,41 +72,70 @@ def pipeline(
         raise InputError(
             f"{stages} stages need {stages} GPUs and {there} are here; ask for fewer, or use the CPU"
         )
-    numbers = (stages, requests, instances, *caps, *concurrencies)
+    numbers = (stages, requests, instances, limit, 1 if most is None else most, *caps, *concurrencies)
     if min(numbers) < 1 or not caps or not concurrencies:
         raise InputError(
-            f"stages {stages}, caps {tuple(caps)}, concurrencies {tuple(concurrencies)}, requests {requests} and "
-            f"instances {instances} must be at least 1 each"
+            f"stages {stages}, caps {tuple(caps)}, concurrencies {tuple(concurrencies)}, requests {requests}, "
+            f"most {most}, instances {instances} and limit {limit} must be at least 1 each"
         )
     large, run = device.type == "cuda" and not quick, new_run()
     for name in models or (("deep-narrow", "qwen3-8b") if large else ("pico-gqa",)):
-        sizes = {"caps": tuple(caps), "concurrencies": tuple(concurrencies), "requests": requests}
-        job = StageJob(
-            name, stages, device.type, **{**sizes, "instances": instances, **({} if large else QUICK)}
-        )
+        sizes = {
+            "caps": tuple(caps),
+            "concurrencies": tuple(concurrencies),
+            "requests": requests,
+            "most": most,
+        }
+        told = {**sizes, "instances": instances, "limit": limit, **({} if large else QUICK)}
+        job = StageJob(name, stages, device.type, **told)
         if stages > (layers := find_model(name).config.num_layers):
             raise InputError(
                 f"{name} has {layers} layers, and each of {stages} stages needs one; ask for fewer"
             )
         progress(f"{name}: {stages} stages, caps {job.caps}, concurrency {job.concurrencies}")
-        yield from job_records(job, run_stages(job), device, run)
+        try:
+            ranks = run_stages(job)
+        except RankError as error:
+            # Caps that all ranks had done stay; a crossover over some of the caps would mislead.
+            if caps_done := whole_caps(job, error.measured):
+                yield from job_records(replace(job, caps=caps_done), error.measured, device, run, sweep=False)
+            raise
+        yield from job_records(job, ranks, device, run)
+
+
+def whole_caps(job: StageJob, ranks: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """The caps of a job of which every rank has all points."""
+    wanted = len(ARMS) * (len(job.concurrencies) + 1)
+    return tuple(
+        cap for cap in job.caps
+        if ranks and all(sum(p["cap"] == cap for p in rank["points"]) == wanted for rank in ranks)
+    )  # fmt: skip
 
 
 def job_records(
-    job: StageJob, ranks: Sequence[Mapping[str, Any]], device: torch.device, run: str
+    job: StageJob,
+    ranks: Sequence[Mapping[str, Any]],
+    device: torch.device,
+    run: str,
+    *,
+    sweep: bool = True,
 ) -> Iterator[Record]:
     """The records of a job.
 
     Args:
         job: what was measured.
-        ranks: what each rank measured, as ``run_stages`` returns it.
+        ranks: what each rank measured, as ``run_stages`` returns it; points of other caps are left out.
         device: where.
         run: name of the run.
+        sweep: with the crossover, which all caps make.
     """
     facts = {"model": job.model, "weights": ranks[0]["weights"], "dtype": job.dtype}
     shared = {
         "stages": job.stages, "prompt": job.prompt, "new_tokens": 1, "prefix_reuse": False, "ops": ranks[0]["ops"],
     }  # fmt: skip
+    ranks = [
+        {**each, "points": [point for point in each["points"] if point["cap"] in job.caps]} for each in ranks
+    ]
     swept = [point for point in ranks[0]["points"] if point["kind"] == "throughput"]
     by_place = {(p["cap"], p["concurrency"], p["arm"]): p for p in swept}
     for point in swept:
@@ -125,6 +159,8 @@ def job_records(
                 samples={"stage_ms": walls}, parity=point["parity"],
                 workload={**shared, "cap": point["cap"], "concurrency": point["concurrency"], "rank": rank}, **facts,
             )  # fmt: skip
+    if not sweep:
+        return
     yield make_record(
         bench="pp_prefill_crossover", arm="breakable", device=device, run=run, metrics=_crossover(job, by_place),
         workload={**shared, "caps": list(job.caps), "concurrencies": list(job.concurrencies)},

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,7 @@ class StageJob:
         caps: aggregate tokens of one forward: the token budget, and the largest bucket of the captured arm.
         concurrencies: requests at a time.
         requests: so many times the concurrency run in all.
+        most: requests of a run at most, but never fewer than the concurrency; None for no bound.
         prompt: tokens of a prompt.
         instances: turns of each arm.
         dtype: of weights and computation.
@@ -50,6 +52,7 @@ class StageJob:
     caps: tuple[int, ...]
     concurrencies: tuple[int, ...]
     requests: int = 10
+    most: int | None = None
     prompt: int = 8192
     instances: int = 3
     dtype: str = "bfloat16"
@@ -67,9 +70,21 @@ class StageJob:
             **{**values, "caps": tuple(values["caps"]), "concurrencies": tuple(values["concurrencies"])}
         )
 
+    def count(self, concurrency: int) -> int:
+        """Requests of a run."""
+        wanted = self.requests * concurrency
+        return wanted if self.most is None else max(concurrency, min(wanted, self.most))
+
     def result(self, rank: int) -> Path:
         """Where a rank leaves what it measured."""
         return Path(self.folder, f"rank{rank}.json")
+
+    def write(self, rank: int, result: Mapping[str, Any]) -> None:
+        """Leaves what a rank has so far in place of what it left before, never half of it."""
+        place = self.result(rank)
+        new = place.with_suffix(".new")
+        new.write_text(json.dumps(result), encoding="utf-8")
+        new.replace(place)
 
 
 def run_stages(job: StageJob) -> list[dict[str, Any]]:
@@ -79,7 +94,8 @@ def run_stages(job: StageJob) -> list[dict[str, Any]]:
         What each rank measured, by rank.
 
     Raises:
-        RankError: if a rank failed or did not end in time; it says what each of them said. None is left running.
+        RankError: if a rank failed or did not end in time; it says what each of them said, and has what they measured
+            until then. None is left running.
     """
     with tempfile.TemporaryDirectory() as folder:
         job, path = replace(job, folder=folder), Path(folder, "job.json")
@@ -102,11 +118,14 @@ def run_stages(job: StageJob) -> list[dict[str, Any]]:
 def _results(job: StageJob, said: str) -> list[dict[str, Any]]:
     paths = [job.result(rank) for rank in range(job.stages)]
     found = [json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths]
-    if all(each and "error" not in each for each in found):
+    if all(each.get("whole") for each in found):
         return found
+    silent = [not each.get("whole") and "error" not in each for each in found]
     told = [f"rank {rank}: {each.get('error', 'ended without a word')}" for rank, each in enumerate(found)]
-    if not all(found):  # some died without a word of their own
+    if any(silent):  # some died without a word of their own
         if first := FIRST.search(said):
             told.insert(0, "rank {} ended first, with exit code {}".format(*first.groups()))
         told += RAISED.findall(said)[-1:]
-    raise RankError(f"the pipeline of {job.model} stopped on all ranks; " + "; ".join(told))
+    error = RankError(f"the pipeline of {job.model} stopped on all ranks; " + "; ".join(told))
+    error.measured = tuple(found) if all("ops" in each for each in found) else ()
+    raise error

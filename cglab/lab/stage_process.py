@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import time
@@ -39,6 +38,8 @@ from cglab.runners.base import GraphGroup
 from cglab.runners.pipeline_stage import PipelineStageRunner
 
 PAGE_SIZE: Final = 16
+TRACED: Final = 4
+"""Forwards of a traced run at least: a pipeline must be full for some of them."""
 SMALLEST: Final = 512
 """Tokens of the smallest bucket: caps, and what is left of a forward, are its multiples by powers of two."""
 CONVERSATION: Final = "nccl"
@@ -109,7 +110,7 @@ class StageProcess:
             pipeline.segments.drain()
             runners[arm].coverage().clear()
             found[arm] = {"seconds": [], "outputs": [], "stage_ms": [], "errors": 0}
-        count = self.job.requests * concurrency
+        count = self.job.count(concurrency)
         for _, arm in schedule(ARMS, 0, self.job.instances):
             asked, pipeline = self._requests(count), pipelines[arm]
             self.links.gather(torch.zeros(1))  # all ranks begin together
@@ -132,12 +133,11 @@ class StageProcess:
 
     def _traced(self, runner: PipelineStageRunner, cap: int, arm: str) -> dict[str, Any]:
         """Kernel-busy time of the stage while the pipeline runs, traced apart; parity and breaks of one step."""
-        concurrency = max(self.job.concurrencies)
+        concurrency = min(self.job.concurrencies)
         pipeline = self._pipeline(runner, cap, concurrency)
+        count = max(concurrency, TRACED * cap // self.job.prompt)
         before = runner.coverage().steps
-        trace = profile(
-            lambda: pipeline.run(self._requests(concurrency)), steps=1, warmup=1, device=self.device
-        )
+        trace = profile(lambda: pipeline.run(self._requests(count)), steps=1, warmup=1, device=self.device)
         forwards = (
             runner.coverage().steps - before
         ) // 3  # of a warm-up, the profiler's own and the traced run
@@ -172,19 +172,24 @@ def main(path: Path) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what libraries make of their own accord belongs there too (B19)
     links: StageLinks | None = None
+    result: dict[str, Any] = {"points": [], "whole": False}
     try:
         links = StageLinks(device, deadline=job.deadline)
         process = StageProcess(job, links, device)
-        result: dict[str, Any] = {
-            "points": list(process.points()), "ops": process.ops, "weights": process.loaded.weights,
+        result |= {
+            "ops": process.ops, "weights": process.loaded.weights,
             "layers": [layer for pool in process.kv.pools for layer in pool.layers],
         }  # fmt: skip
+        for point in process.points():
+            result["points"].append(point)
+            job.write(rank, result)  # at once: whatever ends it early leaves what it has measured
+        result["whole"] = True
     except CglabError as error:
-        result = {"error": str(error)}
+        result["error"] = str(error)
     finally:
         if links is not None:
             links.close()
-    job.result(rank).write_text(json.dumps(result), encoding="utf-8")
+    job.write(rank, result)
     return 1 if "error" in result else 0
 
 

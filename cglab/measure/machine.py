@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -26,12 +27,19 @@ class Device:
         kind: ``cuda`` or ``cpu``. Only ``cuda`` times are times of CUDA graphs.
         driver: version of the GPU driver; None on a CPU, or where it does not tell.
         sms: streaming multiprocessors; None on a CPU.
+        gpus: that the host has; None where it was not asked.
+        cores: of the host; None where it was not asked.
+        load: processes that wanted a core, the mean of the minute before the record: well above what the run itself
+            needs, others ran beside it. None where it was not asked.
     """
 
     name: str
     kind: str
     driver: str | None = None
     sms: int | None = None
+    gpus: int | None = None
+    cores: int | None = None
+    load: float | None = None
 
 
 def describe_device(device: torch.device | str) -> Device:
@@ -41,10 +49,11 @@ def describe_device(device: torch.device | str) -> Device:
         DeviceError: if it is not.
     """
     present = clock_for(device).device
+    cores, load = os.cpu_count(), round(os.getloadavg()[0], 2)
     if present.type == "cpu":
-        return Device(_processor(), "cpu")
-    facts = torch.cuda.get_device_properties(present)
-    return Device(facts.name, "cuda", _driver(), facts.multi_processor_count)
+        return Device(_processor(), "cpu", gpus=0, cores=cores, load=load)
+    facts, (driver, gpus) = torch.cuda.get_device_properties(present), _host()
+    return Device(facts.name, "cuda", driver, facts.multi_processor_count, gpus, cores, load)
 
 
 def versions() -> dict[str, str | None]:
@@ -72,10 +81,12 @@ def _processor() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def _driver() -> str | None:
+def _host() -> tuple[str | None, int | None]:
+    """Version of the driver and number of GPUs of the host, hidden ones too."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.split("\n", 1)[0].strip() or None
+        return None, None
+    found = answer.split()
+    return (found[0], len(found)) if found else (None, None)

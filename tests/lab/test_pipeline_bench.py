@@ -175,7 +175,16 @@ def test_the_sweep_is_drawn_with_the_best_of_each_cap(s2):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"stages": 0}, {"instances": 0}, {"requests": 0}, {"caps": (0,)}, {"concurrencies": ()}, {"stages": 7}],
+    [
+        {"stages": 0},
+        {"instances": 0},
+        {"requests": 0},
+        {"most": 0},
+        {"limit": 0},
+        {"caps": (0,)},
+        {"concurrencies": ()},
+        {"stages": 7},
+    ],
 )
 def test_settings_with_which_nothing_can_run_are_refused_before_a_process_starts(wrong):
     with pytest.raises(InputError, match="at least 1 each|7 stages"):
@@ -195,3 +204,47 @@ def test_b79_the_rank_that_failed_first_is_named():
     said = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 3)\n"
     with pytest.raises(RankError, match="rank 1 ended first, with exit code -9"):
         stage_job._results(StageJob("pico-gqa", 2, "cpu", (32,), (2,), folder="nowhere"), said)
+
+
+def test_a_run_that_is_cut_keeps_the_caps_that_every_rank_had_done(monkeypatch):
+    job, ranks = s2_ranks()
+    _, second, *_ = job.caps
+    last = ranks[-1]["points"]
+    del last[next(place for place, p in enumerate(last) if p["kind"] == "stage" and p["cap"] == second)]
+    error = RankError("the pipeline stopped on all ranks")
+    error.measured = tuple(ranks)
+
+    def cut(_):
+        raise error
+
+    monkeypatch.setattr(pipeline_bench, "run_stages", cut)
+    monkeypatch.setattr(pipeline_bench, "QUICK", {})
+    records = pipeline(CPU, models=("deep-narrow",), stages=4, caps=job.caps, concurrencies=job.concurrencies)
+    kept = []
+    with pytest.raises(RankError):
+        for record in records:
+            kept.append(record)  # noqa: PERF402 - what came before the error is looked at
+    assert {record.workload["cap"] for record in kept} == set(job.caps) - {second}
+    assert {record.bench for record in kept} == {"pipeline", "pp_prefill"}, "no crossover of a part"
+
+
+def test_a_rank_leaves_what_it_has_whole_at_any_time_and_a_failure_hands_it_on(tmp_path):
+    job = StageJob("pico-gqa", 2, "cpu", (32,), (2,), folder=str(tmp_path))
+    told = {"points": [], "whole": False, "ops": "plain"}
+    for rank in range(job.stages):
+        job.write(rank, told)
+    assert not list(tmp_path.glob("*.new"))
+    with pytest.raises(
+        RankError, match="rank 0: ended without a word; rank 1: ended without a word"
+    ) as raised:
+        stage_job._results(job, "")
+    assert raised.value.measured == (told, told)
+    for rank in range(job.stages):
+        job.write(rank, told | {"whole": True})
+    assert stage_job._results(job, "") == [told | {"whole": True}] * 2
+
+
+@pytest.mark.parametrize(("most", "counts"), [(None, [40, 160, 640]), (64, [40, 64, 64]), (2, [4, 16, 64])])
+def test_a_bound_of_requests_never_goes_below_the_concurrency(most, counts):
+    job = StageJob("deep-narrow", 2, "cuda", (512,), (4, 16, 64), most=most)
+    assert [job.count(each) for each in job.concurrencies] == counts

@@ -10,10 +10,12 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cglab.errors import DeviceError, InputError, ResultsError
+from cglab.measure import machine
 from cglab.measure.machine import Device
 from cglab.measure.record import SCHEMA, Record, make_record, new_run
 from cglab.measure.records import append, load, read
@@ -329,3 +331,21 @@ def test_a_line_with_a_number_that_is_none_is_no_record(tmp_path, odd):
     (tmp_path / "a.jsonl").write_text(good.replace("1.5", odd))
     found = read(tmp_path)
     assert odd in found.problems[0].reason and not found.records
+
+
+def test_a_record_tells_what_else_its_host_did(tmp_path):
+    made = make_record(bench="decode", arm="full", device="cpu", run="r", metrics={"step_ms": 1.0})
+    assert made.device.cores == os.cpu_count()
+    assert made.device.load is not None and made.device.load >= 0 and made.device.gpus == 0
+    append(tmp_path / "new.jsonl", [made])
+    old = made.as_dict() | {"device": {"name": "NVIDIA H200", "kind": "cuda", "driver": "580.1", "sms": 132}}
+    (tmp_path / "old.jsonl").write_text(json.dumps(old) + "\n")
+    assert {each.device.load for each in load(tmp_path).records} == {made.device.load, None}
+
+
+@pytest.mark.parametrize(
+    ("said", "found"), [("580.1\n580.1\n", ("580.1", 2)), ("580.1\n", ("580.1", 1)), ("", (None, None))]
+)
+def test_the_host_says_its_driver_and_how_many_gpus_it_has(monkeypatch, said, found):
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=said))
+    assert machine._host() == found

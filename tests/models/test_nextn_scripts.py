@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cglab.errors import ModelError
 from cglab.models.draft_cache import draft_cache
@@ -80,7 +82,7 @@ def test_a_layer_learns_and_is_written(script, layer, tmp_path, training_facts):
     optimisers, losses = shared.optimisers_of(layer, 1e-2), []
     routers = training.routers_of(layer)
     for _ in range(8):
-        loss, loads = training.draft_loss(layer, texts, 1.0)
+        loss, loads = training.draft_loss(layer, texts, 1.0, 0.5)
         losses.append(loss.item())
         loss.backward()
         for optimiser in optimisers:
@@ -104,6 +106,45 @@ def test_a_layer_learns_and_is_written(script, layer, tmp_path, training_facts):
     assert loaded.config == layer.config and loaded.weights == "trained"
     for name, parameter in layer.named_parameters():
         assert torch.equal(loaded.model.get_parameter(name), parameter.bfloat16().to(parameter.dtype)), name
+
+
+@torch.no_grad()
+def test_a_layer_begins_as_its_targets_last_one(script, layer):
+    """What its block then makes of hidden states alone is what the target's last block would."""
+    training, windows = script("train_nextn"), script("latent_windows").LatentWindows
+    script("draft_training").initialise(layer, seed=0)
+    training.begin_as_target(layer)
+    layer.join.weight[:, : TINY.hidden_size] = 0.0  # nothing of the next token's embedding
+    tokens, positions = torch.randint(0, 97, (8,)), torch.arange(8)
+    hidden = torch.randn(8, TINY.hidden_size)
+    found = layer(tokens, hidden, positions, windows(8, TINY.index_topk))
+    last, turn = layer.target.blocks[-1], layer.target.rotary[:8]
+    wanted = last(layer.hidden_norm(hidden), turn, 0, windows(8, TINY.index_topk))
+    torch.testing.assert_close(found, layer.target.norm(wanted), **CLOSE)
+
+
+@torch.no_grad()
+@given(softness=st.sampled_from((0.0, 0.25, 1.0)), sharpness=st.sampled_from((1.0, 2.0)))
+@settings(max_examples=6, deadline=None)
+def test_the_loss_is_between_the_first_choice_and_the_distribution(script, softness, sharpness):
+    """Against both terms spelt out, over the positions that count."""
+    training = script("train_nextn")
+    layer = NextN(nextn_config(TINY), device="cpu", dtype=torch.float32)
+    fill_randomly(layer, 1, seed=2)
+    layer.bind(random_model(TINY, device="cpu", dtype=torch.float32, seed=1))
+    texts = seen(script, layer, torch.randint(1, 97, (2, training.CONTINUED + training.CORPUS_TOKENS + 3)))
+    texts.counted[:] = torch.tensor([50, 115])
+    after, _ = script("nextn_windows").draft_next(layer, texts)
+    each = []
+    for text, counted in enumerate(texts.counted.tolist()):
+        for place in range(3, counted - 1):
+            told = layer.target.logits(texts.hidden[text, place + 1])
+            drafted = layer.target.logits(after[text, place]).log_softmax(-1)
+            soft = -(drafted * (told * sharpness).softmax(-1)).sum()
+            each.append(softness * soft - (1 - softness) * drafted[told.argmax()])
+    torch.testing.assert_close(
+        training.entropy(layer, texts, after, sharpness, softness), torch.stack(each).mean(), **CLOSE
+    )
 
 
 def test_a_target_without_latent_attention_is_refused(script, tiny):
