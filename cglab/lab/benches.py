@@ -20,6 +20,7 @@ from cglab.lab.dsa_ablation_bench import dsa_ablation
 from cglab.lab.dsa_arms_bench import dsa_arms
 from cglab.lab.dsa_bench import dsa
 from cglab.lab.engines_bench import engines
+from cglab.lab.fault_sweep import fault_bench
 from cglab.lab.first_token_bench import first_token
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
@@ -127,6 +128,11 @@ BENCHES: Mapping[str, Bench] = {
     "planner": Bench("the best buckets for the traces of three loads, beside SGLang's list", planner),
     "recovery": Bench(
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
+    ),
+    "faults": Bench(
+        "a fault at recorded operations and no memory at buckets, in the captures of every technique's runners",
+        fault_bench,
+        quick=("sample",),
     ),
     "parity": Bench("random sequences of batches against the three oracles", parity, quick=("cases",)),
     "differential": Bench(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -161,23 +162,42 @@ def compared(name: str, steps: int, device: torch.device, seed: int = 0) -> Step
     Returns:
         What was counted, and what differed; its runners are closed.
     """
-    small = _latent() if name in LATENT_ALONE else SHAPE
+    with opened_small(name, Differential, device, seed) as oracles:
+        number = 0
+        while oracles.result.steps < steps:
+            oracles.case(number)
+            number += 1
+        found: StepOracles[Any] = oracles
+    return found
+
+
+@contextmanager
+def opened_small(
+    name: str, check: type[Any], device: torch.device, seed: int = 0, *, latent: bool = False
+) -> Iterator[Any]:
+    """A technique's sequences on a model as small as can be, closed at the end.
+
+    Args:
+        name: of the technique.
+        check: a ``StepOracles`` whose ``check`` is done at every step, in place of the three oracles.
+        device: where they run.
+        seed: of weights, cache and sequences.
+        latent: a model with latent attention; what only such a model has needs no word.
+    """
+    latent = latent or name in LATENT_ALONE
+    small = _latent() if latent else SHAPE
     loaded = LoadedModel(
         random_model(small, device=device, dtype=torch.float32, seed=seed), small, None, "random"
     )
-    sequences = type(f"Differential{CASES[name].__name__}", (Differential, CASES[name]), {})
-    oracles: StepOracles[Any] = sequences(loaded, device, seed, "portable")
-    oracles.result.model = "latent and tiny" if name in LATENT_ALONE else "tiny"
+    made = type(f"{check.__name__}{CASES[name].__name__}", (check, CASES[name]), {})
+    oracles = made(loaded, device, seed, "portable")
+    oracles.result.model = "latent and tiny" if latent else "tiny"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ManyShapesWarning)  # runners of exact sizes are among them
-            number = 0
-            while oracles.result.steps < steps:
-                oracles.case(number)
-                number += 1
+            yield oracles
     finally:
         oracles.close()
-    return oracles
 
 
 def _latent() -> DsaConfig:

@@ -68,6 +68,7 @@ _COLUMNS = {
     "dsa_floor": ("floor", "floor_by_rule", "rows", "differing_buckets"),
     "planner": ("time_ms", "ratio_to_sglang", "waste", "buckets", "eager_steps", "memory_mb", "capture_s", "ok"),
     "recovery": ("operations", "tried", "failed", "ok"),
+    "faults": ("operations", "tried", "exhausted", "failed", "memory_growth_bytes", "ok"),
     "soak": ("rounds", "total_steps", "hashes_equal", "memory_growth_bytes", "seconds", "ok"),
     "differential": ("sequences", "total_steps", "captured", "arms", "least_captured", "different", "seconds", "ok"),
     "zoo": ("captured", "operations", "breaks", "from_plain_eager", "findings", "foreseen", "refusal"),
