@@ -16,6 +16,7 @@ from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.dflash_bench import dflash
 from cglab.lab.differential_bench import differential
+from cglab.lab.doctor_bench import doctor_overhead
 from cglab.lab.dsa_ablation_bench import dsa_ablation
 from cglab.lab.dsa_arms_bench import dsa_arms
 from cglab.lab.dsa_bench import dsa
@@ -148,6 +149,10 @@ BENCHES: Mapping[str, Bench] = {
     ),
     "soak": Bench("a fixed sequence of decode steps, many times from the same state: hashes, memory", soak),
     "zoo": Bench("modules that nobody here wrote: the doctor's findings, what is captured, parity", zoo),
+    "doctor": Bench(
+        "an examination by the doctor beside a plain call, for functions of several kinds: overhead",
+        doctor_overhead,
+    ),
     "notebooks": Bench("every notebook under nbval, on the model of CGLAB_MODEL", suites.notebooks),
     "gpu-tests": Bench("the tests that need a CUDA device", suites.gpu_tests),
 }

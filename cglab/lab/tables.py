@@ -71,6 +71,7 @@ _COLUMNS = {
     "faults": ("operations", "tried", "exhausted", "failed", "memory_growth_bytes", "ok"),
     "soak": ("rounds", "total_steps", "hashes_equal", "memory_growth_bytes", "seconds", "ok"),
     "differential": ("sequences", "total_steps", "captured", "arms", "least_captured", "different", "seconds", "ok"),
+    "doctor": ("call_us", "doctor_ms", "overhead", "operation_us", "operations", "findings"),
     "zoo": ("captured", "operations", "breaks", "from_plain_eager", "findings", "foreseen", "refusal"),
     "notebooks": ("tests", "passed", "failures", "errors", "skipped", "ok"),
     "gpu-tests": ("tests", "passed", "failures", "errors", "skipped", "ok"),
