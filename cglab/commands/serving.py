@@ -39,10 +39,11 @@ def serve_compare(options: Namespace) -> Outcome:
     place = (settings.read_settings().data / "results" if options.save else folder) / f"{BENCH}.jsonl"
 
     earlier = load(place).records if options.run_name is not None and place.exists() else ()
-    joined = [each for each in earlier if each.run == options.run_name]
+    joined = [each for each in earlier if each.run == options.run_name and each.bench == BENCH]
 
     def keep(record: Record) -> None:
-        require_one_comparison([*joined, record])
+        if record.bench == BENCH:
+            require_one_comparison([*joined, record])
         kept.append(record)
         append(place, [record])  # at once: whatever ends it early leaves what it has measured
 
@@ -62,7 +63,13 @@ def serve_compare(options: Namespace) -> Outcome:
     text = "\n".join([_table(found), "", str(found), *_said(recipe, variant)])
     if options.run_name is not None:
         whole = RecordedServers(
-            (tuple(each for each in load(place).records if each.run == options.run_name),)
+            (
+                tuple(
+                    each
+                    for each in load(place).records
+                    if each.run == options.run_name and each.bench == BENCH
+                ),
+            )
         )
         value["run"] = whole.rows()
         text += f"\nAll instances of run {options.run_name}:\n{whole.as_frame().to_string(index=False)}"

@@ -7,6 +7,7 @@ rule alone errs often with three instances, and the rate is told wherever it is 
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,8 @@ from cglab.serving.server import RunningServer, launch
 from cglab.serving.workload import Workload
 
 BENCH = "servers"
+FAILED = "server_failures"
+"""Bench of the record of an arm whose server did not start, or died: what a version refuses is a result too."""
 PARITY_TOKENS = 32
 
 
@@ -181,6 +184,7 @@ def _turn(state: _Run, arm: ServerArm, instance: int) -> Turn:
             turn = replace(turn, after=scrape(server))
     except ServerError as error:
         turn = replace(turn, error=str(error))
+        state.keep(_failure(state, arm, turn))
     return replace(turn, points=tuple(points))
 
 
@@ -219,8 +223,6 @@ def _record(
     state: _Run, arm: ServerArm, turn: Turn, point: PointResult, shares: Mapping[str, float | None]
 ) -> Record:
     captured = {} if turn.before is None else turn.before.metrics()
-    # Folders of this machine are nobody else's business.
-    words = [Path(word).name if Path(word).is_absolute() else word for word in arm.arguments]
     return make_record(
         bench=BENCH,
         arm=arm.name,
@@ -229,7 +231,7 @@ def _record(
         software=state.software,
         workload={
             **point.workload.as_dict(), "base": state.arms[0].name, "instance": turn.instance,
-            "toggles": dict(arm.toggles), "arguments": words, "environment": dict(arm.environment),
+            "toggles": dict(arm.toggles), "arguments": _words(arm), "environment": dict(arm.environment),
             "payload": point.payload,
         },
         samples=point.samples(),
@@ -241,6 +243,25 @@ def _record(
         parity=state.parity[arm.name].as_dict() if arm.name in state.parity else None,
         **state.facts,
     )  # fmt: skip
+
+
+def _failure(state: _Run, arm: ServerArm, turn: Turn) -> Record:
+    """Why an arm ended, without its log and the folders of this machine."""
+    told = re.sub(r"/\S*/", "", str(turn.error).split("\n", 1)[0].split(" The log is ", 1)[0])
+    return make_record(
+        bench=FAILED, arm=arm.name, device="cpu" if arm.device == "cpu" else "cuda", run=state.run,
+        software=state.software, metrics={"started_s": turn.started_s},
+        workload={
+            "base": state.arms[0].name, "instance": turn.instance, "toggles": dict(arm.toggles),
+            "arguments": _words(arm), "environment": dict(arm.environment),
+        },
+        **{**state.facts, "notes": told},
+    )  # fmt: skip
+
+
+def _words(arm: ServerArm) -> list[str]:
+    """Arguments as a record has them: folders of this machine are nobody else's business."""
+    return [Path(word).name if Path(word).is_absolute() else word for word in arm.arguments]
 
 
 def _comparison(state: _Run) -> ServerComparison:

@@ -14,7 +14,7 @@ from cglab.measure.record import Record
 from cglab.measure.records import load
 from cglab.measure.statistics import FEWEST_INSTANCES, false_positive_rate
 from cglab.measure.tree import tree_hash
-from cglab.serving.compare import BENCH
+from cglab.serving.compare import BENCH, FAILED
 from cglab.serving.comparison import MEASURES
 from cglab.settings import read_settings
 
@@ -28,9 +28,11 @@ class RecordedServers:
 
     Attributes:
         runs: records of each run, in the order in which they were made.
+        failures: of each device, SGLang, model and arm whose server failed the newest record of it.
     """
 
     runs: tuple[tuple[Record, ...], ...]
+    failures: tuple[Record, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.runs)
@@ -48,7 +50,11 @@ class RecordedServers:
     def __str__(self) -> str:
         if not self.runs:
             return "no comparison of servers is recorded yet; `cglab serve-compare RECIPE --save` records one"
-        return "\n".join(_told(run) for run in self.runs)
+        failed = [
+            f"{each.arm}, {each.model} on {each.device.name}, SGLang {each.versions.get('sglang')}: {each.notes}"
+            for each in self.failures
+        ]
+        return "\n".join([*(_told(run) for run in self.runs), *failed])
 
 
 def recorded_servers(folder: str | Path | None = None) -> RecordedServers:
@@ -64,10 +70,14 @@ def newest(records: Iterable[Record]) -> RecordedServers:
         records: of any bench, by time.
     """
     by_run: dict[str, list[Record]] = defaultdict(list)
+    failures: dict[tuple[object, ...], Record] = {}
     for record in records:
         if record.bench == BENCH:
             by_run[record.run].append(record)
-    return RecordedServers(tuple({_kind(run): tuple(run) for run in by_run.values()}.values()))
+        elif record.bench == FAILED:
+            failures[record.device.name, record.versions.get("sglang"), record.model, record.arm] = record
+    runs = {_kind(run): tuple(run) for run in by_run.values()}
+    return RecordedServers(tuple(runs.values()), tuple(failures.values()))
 
 
 def _kind(run: Sequence[Record]) -> tuple[object, ...]:

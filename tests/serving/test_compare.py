@@ -1,6 +1,7 @@
 """Servers in turns: S3's order, every result kept at once, refusals before anything starts, honest verdicts."""
 
 import json
+import re
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from cglab.serving.arm import ServerArm
 from cglab.serving.benchmark import read_point
 from cglab.serving.compare import compare_servers
 from cglab.serving.comparison import ServerComparison, Turn
+from cglab.serving.recorded import newest
 from cglab.serving.workload import Workload
 from tests.serving.stand_in import StandIn, generate, http_server
 
@@ -99,7 +101,12 @@ def test_a_server_that_dies_ends_its_arm_only_and_earlier_records_stay(compare):
     found = compare(serve=dies_the_second_time, keep=kept.append)
     assert found.order == "ABBAA"  # no third turn of an arm that failed
     assert list(found.failed) == ["on"] and "the server died while two lanes" in found.failed["on"]
-    assert [record.arm for record in kept] == ["off", "on", "off", "off"]
+    assert [record.arm for record in kept if record.bench == "servers"] == ["off", "on", "off", "off"]
+    (told,) = (record for record in kept if record.bench == "server_failures")
+    assert told.arm == "on" and "the server died" in told.notes and not re.search(r"/\w+/|\n", told.notes)
+    assert told.run == kept[0].run and told.workload["toggles"] == kept[1].workload["toggles"]
+    shown = newest(kept)
+    assert len(shown.runs) == 1 and shown.failures == (told,) and told.notes in str(shown)
     assert {row["verdict"] for row in found.rows() if row["arm"] == "on"} == {"undecided"}
     assert "on failed: the server died" in str(found)
 
