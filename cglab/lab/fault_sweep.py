@@ -224,8 +224,10 @@ def sweep_faults(
         What was tried and went wrong, by backend and padding.
 
     Raises:
-        InputError: if no step was drawn that a runner replays.
+        InputError: for a sample without both ends, or if no step was drawn that a runner replays.
     """
+    if sample is not None and sample < 2:
+        raise InputError(f"sample={sample} leaves out the first or the last operation; give 2 or more")
     with opened_small(name, Faulty, device, seed, latent=latent) as oracles, frozen_heap():
         oracles.sample, oracles.swept = sample, {}
         backends: dict[str, list[Arm]] = {}

@@ -58,6 +58,7 @@ def test_every_kind_of_runner_is_swept(monkeypatch):
         init(self, *args, **named)
 
     monkeypatch.setattr(Runner, "__init__", noted)
+    monkeypatch.setattr(Runner, "capture", lambda self: None)
     assert {name for name, _ in SWEPT} == set(TECHNIQUES)
     for name, latent in SWEPT:
         with fault_sweep.opened_small(name, fault_sweep.Faulty, CPU, latent=latent):
@@ -107,3 +108,8 @@ def test_a_technique_that_draws_no_step_for_a_runner_is_an_error(monkeypatch):
     monkeypatch.setattr(fault_sweep, "TRIES", 0)
     with pytest.raises(InputError, match="0 sequences of decode drew no step that full replays"):
         sweep_faults("decode", CPU, sample=2)
+
+
+def test_a_sample_has_both_ends():
+    with pytest.raises(InputError, match="sample=1 leaves out the first or the last operation"):
+        sweep_faults("decode", CPU, sample=1)
