@@ -196,7 +196,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--save", action="store_true", help="add the records to data/results instead")
 
     results = add("results", "tables:results", "what was recorded")
-    results.add_argument("--claims", action="store_true", help="the targets; status 1 if one is unmet")
+    results.add_argument(
+        "--claims", nargs="*", metavar="ID",
+        help="the targets, a line each; with ids such as G1, or all, their parts and what bounds them; 1: one is unmet",
+    )  # fmt: skip
 
     add("published", "tables:published", "what the source documents measured")
 

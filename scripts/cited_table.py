@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cglab.lab import markdown
+
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- cited: begin (scripts/cited_table.py) -->"
 END = "<!-- cited: end -->"
@@ -142,37 +144,21 @@ def table(entries: Sequence[Entry]) -> str:
     """The entries as Markdown, under a line that counts them."""
     held = [entry for entry in entries if entry.tests]
     tests = {(test.file, test.name) for entry in held for test in entry.tests}
-    lines = [
-        f"{len(entries)} ids: {len(held)} held by {len(tests)} tests, {len(entries) - len(held)} without one.",
-        "",
-        "| id | what goes wrong | source | held by |",
-        "| --- | --- | --- | --- |",
-    ]
-    for entry in entries:
-        held_by = "; ".join(map(_link, entry.tests)) or f"**none**: {entry.why_not}"
-        source = f"SGLang: `{entry.source}`" if entry.id.startswith("P") else entry.source
-        cells = (cell.replace("|", r"\|") for cell in (entry.id, entry.title, source, held_by))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    count = (
+        f"{len(entries)} ids: {len(held)} held by {len(tests)} tests, {len(entries) - len(held)} without one."
+    )
+    return f"{count}\n\n{markdown.table(('id', 'what goes wrong', 'source', 'held by'), map(_row, entries))}"
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    held_by = "; ".join(map(_link, entry.tests)) or f"**none**: {entry.why_not}"
+    source = f"SGLang: `{entry.source}`" if entry.id.startswith("P") else entry.source
+    return entry.id, entry.title, source, held_by
 
 
 def _link(test: Test) -> str:
     where = f" ({', '.join(MARKS[mark] for mark in sorted(test.marks))})" if test.marks else ""
     return f"[{test.says}]({test.file}){where}"
-
-
-def rewritten(text: str, block: str) -> str:
-    """The page with its table replaced.
-
-    Raises:
-        ValueError: if the markers are not there, once each and in order.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        message = f"tests/README.md needs the lines {BEGIN!r} and {END!r}, once each and in this order"
-        raise ValueError(message)
-    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -185,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         known = tomllib.loads((options.tests / "cited.toml").read_text(encoding="utf-8"))
         text = page.read_text(encoding="utf-8")
-        wanted = rewritten(text, table(joined(known, all_tests(options.tests))))
+        block = table(joined(known, all_tests(options.tests)))
+        wanted = markdown.between(text, BEGIN, END, f"\n{block}\n")
     except (OSError, SyntaxError, ValueError) as error:
         print(f"no table: {error}", file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ from cglab.models.block_draft import ARCHITECTURE as BLOCK_DRAFT
 from cglab.models.drafts import DraftModel, architecture_of
 from cglab.models.dsa_config import DsaConfig
 from cglab.models.nextn import ARCHITECTURE as NEXTN
+from cglab.models.shard_file import compress
 
 KINDS = {
     ARCHITECTURE: (
@@ -69,12 +70,16 @@ def write_draft(draft: DraftModel, data: Path, out: Path, facts: dict[str, Any])
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         folder = Path(scratch)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        compress(folder / "model.safetensors")
         for name, content in (("config.json", draft_config(draft)), ("card.json", card)):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         (folder / "README.md").write_text(draft_card(card))
         for file in folder.iterdir():
             file.chmod(0o644)
             file.replace(out / file.name)
+    (out / "model.safetensors").unlink(
+        missing_ok=True
+    )  # an earlier one, which would be read before the compressed
 
 
 def draft_card(card: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Write the README's tables of results, from records and nothing else.
+"""Write the tables of results in the README and beside the records, from the records and nothing else.
 
     python scripts/readme_table.py            write the blocks between the markers anew
-    python scripts/readme_table.py --check    write nothing; exit 1 if the README says something else
+    python scripts/readme_table.py --check    write nothing; exit 1 if a file says something else
 
 A block holds the newest recorded run of each model and size on a GPU; without one it says so.
 """
@@ -13,15 +13,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cglab.errors import CglabError
+from cglab.lab.markdown import Block, between, number, table
 from cglab.lab.peer_table import Peers
 from cglab.lab.recorded import Recorded, recorded
 from cglab.lab.zoo_table import Zoo
 from cglab.measure.record import Record
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
 ARMS = ("eager", "full", "breakable")
 TIMES = tuple(f"{arm} ms" for arm in ARMS)
 
@@ -29,12 +30,10 @@ Arms = Mapping[str, Record]
 
 
 @dataclass(frozen=True)
-class Table:
-    """One block of the README.
+class Table(Block):
+    """A block with one row for each model and size, and the arms side by side.
 
     Attributes:
-        name: in its markers.
-        bench: whose records it holds.
         what: the sentence over it, up to the machine.
         how: the sentences after the machine and day.
         size: entries of a record's workload that make a row with its model.
@@ -42,35 +41,18 @@ class Table:
         cells: of the columns after these, from the records of a row by arm.
     """
 
-    name: str
-    bench: str
     what: str
     how: str
     size: tuple[str, ...]
     header: tuple[str, ...]
     cells: Callable[[Arms], Sequence[str]]
 
-    @property
-    def begin(self) -> str:
-        """The line before the block."""
-        return f"<!-- {self.name}: begin (scripts/readme_table.py) -->"
-
-    @property
-    def end(self) -> str:
-        """The line after the block."""
-        return f"<!-- {self.name}: end -->"
-
-    @property
-    def not_yet(self) -> str:
-        """The block without records."""
-        return f"*Not recorded yet.* `cglab bench {self.bench} --save` on a GPU records it."
-
     def text(self, folder: Path | None) -> str:
         """The block from the records of a folder."""
         return self.block(recorded(self.bench, folder))
 
     def block(self, results: Recorded) -> str:
-        """The table as Markdown, under one line on where and when."""
+        """The table, under one line on where and when."""
         rows: dict[tuple[Any, ...], dict[str, Record]] = {}
         for record in results.records:
             if all(name in record.workload for name in self.size):
@@ -87,10 +69,8 @@ class Table:
             f"{last.versions['torch']}, random weights for the published shapes, {_forms(rows.values())} operations; "
             f"{self.how}"
         )
-        names = ("model", *self.size, *self.header)
-        rule = ("---", *("---:" for _ in names[1:-1]), "---")
         lines = [(*map(str, key), *self.cells(arms)) for key, arms in sorted(rows.items())]
-        return "\n".join([where, "", *(f"| {' | '.join(line)} |" for line in (names, rule, *lines))])
+        return f"{where}\n\n{table(('model', *self.size, *self.header), lines)}"
 
 
 def _forms(rows: Iterable[Arms]) -> str:
@@ -107,79 +87,67 @@ def _apart(one: Record, other: Record) -> bool:
 def _decode(arms: Arms) -> list[str]:
     full = _metric(arms, "full", "floor_ms")
     step = {arm: _metric(arms, arm, "step_ms") for arm in ARMS}
-    times = [_number(step[arm]) for arm in ARMS]
-    return [*times, _number(step["eager"], step["full"]), _number(step["full"], full), _parity(arms)]
+    times = [number(step[arm]) for arm in ARMS]
+    return [*times, number(step["eager"], step["full"]), number(step["full"], full), _parity(arms)]
 
 
 def _ttft(arms: Arms) -> list[str]:
-    times = [_number(_metric(arms, arm, "ttft_ms")) for arm in ARMS]
-    ratio = _number(_metric(arms, "breakable", "ratio_to_eager"))
+    times = [number(_metric(arms, arm, "ttft_ms")) for arm in ARMS]
+    ratio = number(_metric(arms, "breakable", "ratio_to_eager"))
     verdict = str(arms["breakable"].metrics.get("verdict")) if "breakable" in arms else "-"
     return [
         *times,
         ratio,
         verdict,
-        _number(_metric(arms, "eager", "gap_share")),
+        number(_metric(arms, "eager", "gap_share")),
         _captured(arms),
         _parity(arms),
     ]
 
 
 def _prefill(arms: Arms) -> list[str]:
-    times = [_number(_metric(arms, arm, "step_ms")) for arm in ARMS]
+    times = [number(_metric(arms, arm, "step_ms")) for arm in ARMS]
     names = ("wall_over_busy", "breaks", "break_us", "padding_waste")
-    return [*times, *(_number(_metric(arms, "breakable", name)) for name in names), _parity(arms)]
+    return [*times, *(number(_metric(arms, "breakable", name)) for name in names), _parity(arms)]
 
 
-TABLES = (
-    Table(
-        "results", "decode", "One decode step",
-        "median of interleaved turns, captured step against padded eager step for parity. The floor is the bytes read "
-        "over the measured read bandwidth.",
-        ("batch",), (*TIMES, "full, times faster", "full over floor", "parity"), _decode,
-    ),
-    Table(
-        "ttft", "ttft", "Median time to first token, queueing included,",
-        "arms in turns on the same requests, prompts of fresh tokens after cached ones. The gap is the share of the "
-        "eager step in which the device waits; full runs eager, with its reason, where its request axis ends.",
-        ("tokens", "cached", "concurrency"),
-        (*TIMES, "breakable over eager", "verdict", "gap", "full captured", "parity"), _ttft,
-    ),
-    Table(
-        "prefill", "prefill", "One prefill step of one request",
-        "median of interleaved turns, captured step against padded eager step for parity. Wall over kernel busy, "
-        "breaks and padding are of breakable; a break's cost is what it leaves of the gap.",
-        ("tokens", "cached"), (*TIMES, "wall over busy", "breaks", "us a break", "padding", "parity"), _prefill,
-    ),
+DECODE = Table(
+    "results", "decode", "One decode step",
+    "median of interleaved turns, captured step against padded eager step for parity. The floor is the bytes read "
+    "over the measured read bandwidth.",
+    ("batch",), (*TIMES, "full, times faster", "full over floor", "parity"), _decode,
+)  # fmt: skip
+TTFT = Table(
+    "ttft", "ttft", "Median time to first token, queueing included,",
+    "arms in turns on the same requests, prompts of fresh tokens after cached ones. The gap is the share of the "
+    "eager step in which the device waits; full runs eager, with its reason, where its request axis ends.",
+    ("tokens", "cached", "concurrency"),
+    (*TIMES, "breakable over eager", "verdict", "gap", "full captured", "parity"), _ttft,
+)  # fmt: skip
+PREFILL = Table(
+    "prefill", "prefill", "One prefill step of one request",
+    "median of interleaved turns, captured step against padded eager step for parity. Wall over kernel busy, "
+    "breaks and padding are of breakable; a break's cost is what it leaves of the gap.",
+    ("tokens", "cached"), (*TIMES, "wall over busy", "breaks", "us a break", "padding", "parity"), _prefill,
 )  # fmt: skip
 
 
-class Checks:
-    """The block of what was checked and not timed: one line a run, whatever came out.
+@dataclass(frozen=True)
+class Checks(Block):
+    """The block of what was checked and not timed: one line a run, whatever came out."""
 
-    Attributes:
-        name, begin, end, not_yet: as a table's.
-    """
-
-    name = "checks"
-    begin = f"<!-- {name}: begin (scripts/readme_table.py) -->"
-    end = f"<!-- {name}: end -->"
-    not_yet = "*Not recorded yet.* `cglab bench parity --save` and its like on a GPU record it."
+    name: str = "checks"
+    bench: str = "parity"
+    records_it: ClassVar[str] = "and its like on a GPU record it"
 
     def text(self, folder: Path | None) -> str:
         """The block from the records of a folder."""
         found = {bench: recorded(bench, folder) for bench in CHECKED}
-        lines = [f"| {line} |" for bench, each in found.items() for line in _checked(bench, each.records)]
-        if not lines:
+        rows = [row for bench, each in found.items() for row in _checked(bench, each.records)]
+        if not rows:
             return self.not_yet
         where = next(each.where for each in found.values() if each)
-        head = [
-            f"Checked on one {where}:",
-            "",
-            "| check | of what | done | held |",
-            "| --- | --- | --- | --- |",
-        ]
-        return "\n".join([*head, *lines])
+        return f"Checked on one {where}:\n\n{table(('check', 'of what', 'done', 'held'), rows)}"
 
 
 CHECKED = {
@@ -191,8 +159,8 @@ CHECKED = {
 }
 
 
-def _checked(bench: str, records: Sequence[Record]) -> list[str]:
-    """A line for each thing that was checked: what, how much was done, and whether it held."""
+def _checked(bench: str, records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """A row for each thing that was checked: what, how much was done, and whether it held."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         form = record.workload.get("ops", "portable")
@@ -203,7 +171,7 @@ def _checked(bench: str, records: Sequence[Record]) -> list[str]:
             "recovery": f"{record.arm} capture",
         }.get(bench, str(record.model))
         groups.setdefault(shown, []).append(record)
-    lines = []
+    rows: list[tuple[str, ...]] = []
     for what, made in sorted(groups.items()):
         total = {name: sum(_count(record, name) for record in made) for name in SUMMED}
         done = {
@@ -214,8 +182,8 @@ def _checked(bench: str, records: Sequence[Record]) -> list[str]:
         }.get(bench, f"{total['passed']:,} of {total['tests'] - total['skipped']:,}")
         failed = sum(record.metrics.get("ok") is not True for record in made)
         held = "yes" if not failed else f"**no**: {failed} of {len(made)} runs"
-        lines.append(f"{CHECKED[bench]} | {what} | {done} | {held}")
-    return lines
+        rows.append((CHECKED[bench], what, done, held))
+    return rows
 
 
 SUMMED = (
@@ -228,7 +196,11 @@ def _count(record: Record, name: str) -> int:
     return int(value) if isinstance(value, int | float) else 0
 
 
-BLOCKS: tuple[Table | Checks | Peers | Zoo, ...] = (*TABLES, Peers(), Checks(), Zoo())
+BLOCKS: Mapping[str, Sequence[Block]] = {
+    "README.md": (DECODE, Peers()),
+    "data/results/README.md": (TTFT, PREFILL, Checks(), Zoo()),
+}
+"""The blocks of each file."""
 
 
 def _metric(arms: Arms, arm: str, name: str) -> Any:
@@ -245,46 +217,37 @@ def _parity(arms: Arms) -> str:
     return " / ".join(sorted(verdicts)) or "-"
 
 
-def _number(value: Any, over: Any = 1.0) -> str:
-    known = isinstance(value, int | float) and isinstance(over, int | float)
-    return f"{value / over:.2f}" if known else "-"
-
-
-def rewritten(text: str, table: Table | Checks | Peers | Zoo, block: str) -> str:
-    """The README with one block replaced.
-
-    Raises:
-        ValueError: if the block's markers are not there, once each and in order.
-    """
-    before, begin, rest = text.partition(table.begin)
-    _, end, after = rest.partition(table.end)
-    if not begin or not end or table.begin in rest or table.end in after:
-        message = f"README.md needs the lines {table.begin!r} and {table.end!r}, once each and in this order"
-        raise ValueError(message)
-    return f"{before}{table.begin}\n{block}\n{table.end}{after}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 when the README says what the records say, 1 otherwise."""
-    parser = argparse.ArgumentParser(description="Write the README's tables of results.")
+    """Exit status 0 when the files say what the records say, 1 otherwise."""
+    parser = argparse.ArgumentParser(description="Write the tables of results.")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--folder", type=Path, help="where the records are (default: data/results)")
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the files to write")
     options = parser.parse_args(arguments)
     try:
-        text = wanted = options.readme.read_text(encoding="utf-8")
-        for block in BLOCKS:
-            wanted = rewritten(wanted, block, block.text(options.folder))
+        old = {name: (options.root / name).read_text(encoding="utf-8") for name in BLOCKS}
+        new = {name: _written(text, name, options.folder) for name, text in old.items()}
     except (CglabError, OSError, ValueError) as error:
         print(f"no table: {error}", file=sys.stderr)
         return 1
-    if wanted == text:
-        return 0
-    if options.check:
-        print("README.md is not what the records say: run scripts/readme_table.py", file=sys.stderr)
-        return 1
-    options.readme.write_text(wanted, encoding="utf-8")
-    return 0
+    changed = [name for name in BLOCKS if new[name] != old[name]]
+    for name in changed:
+        if options.check:
+            print(f"{name} is not what the records say: run scripts/readme_table.py", file=sys.stderr)
+        else:
+            (options.root / name).write_text(new[name], encoding="utf-8")
+    return int(options.check and bool(changed))
+
+
+def _written(text: str, name: str, folder: Path | None) -> str:
+    """A file with its blocks written anew."""
+    try:
+        for block in BLOCKS[name]:
+            text = between(text, block.begin, block.end, block.text(folder))
+    except ValueError as error:
+        message = f"{name}: {error}"
+        raise ValueError(message) from error
+    return text
 
 
 if __name__ == "__main__":

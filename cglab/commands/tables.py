@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
-from textwrap import wrap
+from textwrap import shorten, wrap
+from typing import get_args
 
 from cglab import settings
 from cglab.commands.console import FAILS, HOLDS, Outcome, note, text_table
+from cglab.errors import InputError
 from cglab.lab.techniques import TECHNIQUES
-from cglab.measure.claims import ClaimResult, evaluate, load_claims
+from cglab.measure.claims import ClaimResult, PartResult, Status, evaluate, load_claims
 from cglab.measure.published import load_published
 from cglab.measure.record import Record
 from cglab.measure.records import read
@@ -30,8 +33,8 @@ def techniques(_options: Namespace) -> Outcome:
 def results(options: Namespace) -> Outcome:
     """Recorded results, or the claims that are computed from them."""
     records = _records()
-    if options.claims:
-        return _claims(evaluate(load_claims(), records, tree_hash()))
+    if options.claims is not None:
+        return _claims(evaluate(load_claims(), records, tree_hash()), options.claims)
     rows = [
         {
             "recorded": record.created[:19],
@@ -89,18 +92,65 @@ def _records() -> tuple[Record, ...]:
     return found.records
 
 
-def _claims(claims: Sequence[ClaimResult]) -> Outcome:
-    unmet = any(claim.status == "unmet" for claim in claims)
-    text = "\n\n".join(_told(claim) for claim in claims)
-    return Outcome(text, [claim.as_dict() for claim in claims], FAILS if unmet else HOLDS)
+ALL = "all"
+"""In place of the ids of all claims."""
+OLDER = "older code"
+
+
+def _claims(claims: Sequence[ClaimResult], wanted: Sequence[str]) -> Outcome:
+    """All claims, a line each; or those that are wanted, with their parts.
+
+    Raises:
+        InputError: for an id that no claim has.
+    """
+    known = [claim.id for claim in claims]
+    if unknown := [each for each in wanted if each not in (*known, ALL)]:
+        raise InputError(f"{unknown[0]!r} is no claim; there are {', '.join(known)}, and {ALL}")
+    chosen = [claim for claim in claims if not wanted or claim.id in wanted or ALL in wanted]
+    text = "\n\n".join(map(_told, chosen)) if wanted else _overview(chosen)
+    unmet = any(claim.status == "unmet" for claim in chosen)
+    return Outcome(text, [claim.as_dict() for claim in chosen], FAILS if unmet else HOLDS)
+
+
+def _overview(claims: Sequence[ClaimResult]) -> str:
+    """A line for each claim with its worst part, under one that counts them."""
+    counts = Counter(claim.status for claim in claims)
+    older = sum(_code(claim) == OLDER for claim in claims)
+    count = ", ".join(f"{counts[status]} {status}" for status in get_args(Status))
+    columns = ("claim", "is", "parts met", "about", "worst part", "value", "wanted")
+    hint = f"`cglab results --claims {claims[0].id}` tells all of a claim: its parts, and what bounds an unmet one."
+    table = text_table(columns, [_overview_row(claim) for claim in claims])
+    return f"{count}; {older} of them by older code\n\n{table}\n\n{hint}"
+
+
+def _overview_row(claim: ClaimResult) -> tuple[str, ...]:
+    # Of the parts that make a claim what it is, the one that misses its target most, or meets it least.
+    decisive = [part for part in claim.parts if part.status == claim.status]
+    worst = min(decisive, key=lambda part: part.margin or 0.0)
+    met = sum(part.status == "met" for part in claim.parts)
+    about, name = (shorten(text, 44, placeholder=" …") for text in (claim.text.partition(":")[0], worst.name))
+    wanted = f"{worst.comparison} {worst.target:g}"
+    return claim.id, claim.status, f"{met} of {len(claim.parts)}", about, name, _value(worst, "-"), wanted
+
+
+def _code(claim: ClaimResult) -> str | None:
+    """Which code the records were made with."""
+    if not claim.runs:
+        return None
+    return "this code" if claim.current else OLDER
+
+
+def _value(part: PartResult, none: str = "not recorded") -> str:
+    return none if part.value is None else f"{part.value:.4g}"
 
 
 def _told(claim: ClaimResult) -> str:
-    state = "" if not claim.runs else ", by this code" if claim.current else ", by older code"
-    lines = [f"{claim.id} {claim.status}{state}", *wrap(claim.text, 100)]
+    code = _code(claim)
+    lines = [f"{claim.id} {claim.status}{f', by {code}' if code else ''}", *wrap(claim.text, 100)]
     for part in claim.parts:
-        value = "not recorded" if part.value is None else f"{part.value:.4g}"
-        lines.append(f"{part.status:>10}  {part.name}: {value}, wanted {part.comparison} {part.target:g}")
+        lines.append(
+            f"{part.status:>10}  {part.name}: {_value(part)}, wanted {part.comparison} {part.target:g}"
+        )
         if part.status == "unmet" and part.reason:
             lines += [" " * 12 + line for line in wrap(part.reason, 88)]
     return "\n    ".join(lines)

@@ -172,6 +172,15 @@ class Coverage:
             self.misses - earlier.misses, dict(self.last_facts), self.notes - earlier.notes,
         )  # fmt: skip
 
+    def __add__(self, other: Coverage) -> Coverage:
+        """Both together, as of two runners of one phase; what came last is that of either."""
+        return Coverage(
+            self.hits + other.hits, self.live_rows + other.live_rows, self.live_sizes + other.live_sizes,
+            self.sizes | other.sizes,
+            self.misses + other.misses, self.last_facts | other.last_facts, self.notes + other.notes,
+            max((each for each in (self.latest, other.latest) if each), default=None),
+        )  # fmt: skip
+
     def clear(self) -> None:
         """Forgets all counts."""
         for counts in (self.hits, self.live_rows, self.live_sizes, self.misses, self.notes):

@@ -16,11 +16,13 @@ from typing import Any, Final
 
 import torch
 
+from cglab.engine.load import Load
 from cglab.engine.speculation import Speculation
 from cglab.errors import InputError, ToggleError
 from cglab.lab.arm_turns import figures, samples, turns, verdicts
 from cglab.lab.dsa_bench import QUICK_GRID
-from cglab.lab.dsa_sweep import captured, load_of, open_for, target_prefill
+from cglab.lab.dsa_recorded import Earlier, asked_of, told
+from cglab.lab.dsa_sweep import PER_LANE, captured, load_of, open_for, target_prefill
 from cglab.lab.facade import Lab
 from cglab.lab.sparse_arms import choose
 from cglab.lab.sparse_prefill import SparseArm, extend_sizes
@@ -31,6 +33,7 @@ from cglab.models.kv import PagedKV
 from cglab.models.nextn import NextN
 from cglab.runners.base import GraphGroup, Runner
 
+BENCH: Final = "dsa_ablation"
 POINTS: Final = in_order([Point(512, 0, 1), Point(2048, 0, 4), Point(1024, 32768, 1), Point(4096, 32768, 4)])
 """Two fresh and two cached points of the grid of ``dsa_bench``, with few and many tokens a step."""
 PINNED: Final = 1.8
@@ -97,7 +100,9 @@ def dsa_ablation(
     model: str | None = None,
     tokens: Sequence[int] | None = None,
     new_tokens: int = 64,
+    per_lane: int = PER_LANE,
     memory: bool = True,
+    again: bool = False,
 ) -> Iterator[Record]:
     """Requests on a model with sparse attention and a NextN layer, by the three switches, in turns.
 
@@ -108,29 +113,41 @@ def dsa_ablation(
         model: its name; ``dsa-24`` on a GPU and ``dsa-tiny`` on a CPU.
         tokens: only the points with so many fresh tokens.
         new_tokens: of each request; the first comes from the prefill, so at least two.
+        per_lane: requests for each in flight where several are; S3's 8.
         memory: whether every bucket of every arm is captured once more, for its memory and seconds.
+        again: whether what the same code has recorded on this kind of device is measured once more.
 
     Yields:
-        A record for each arm of each point.
+        A record for each arm of each point that is measured.
 
     Raises:
         InputError: if no point is asked for, or nothing would be drafted.
     """
     large = device.type == "cuda" and not quick
     points = [each for each in (POINTS if large else QUICK_GRID) if tokens is None or each.tokens in tokens]
-    if not points or new_tokens < 2:
+    if not points or new_tokens < 2 or per_lane < 1:
         raise InputError(
-            f"{len(points)} points with {new_tokens} new tokens; ask for some of the grid's, and for two tokens or more"
+            f"{len(points)} points with {per_lane} requests a lane of {new_tokens} new tokens; ask for some of the "
+            "grid's, for a request, and for two tokens or more"
         )
     new_tokens = new_tokens if large else min(new_tokens, 4)
     name, run = model or ("dsa-24" if large else "dsa-tiny"), new_run()
     progress(f"{name}: open with a NextN layer")
     draft = {"draft": "nextn", "speculation": Speculation(steps=1, pinned=PINNED)}
     with open_for(name, device, points, new_tokens, large=large, **draft) as lab:
-        costs = {arm: _memory(lab, each) if memory else {} for arm, each in ARMS.items()}
-        for number, point in enumerate(points, 1):
+        known = Earlier() if again else Earlier.kept(lab.name, lab.dtype, lab.device)
+        loads = {point: load_of(point, new_tokens, device, per_lane) for point in points}
+        recorded = {point: known.run(BENCH, ARMS, asked_of(point, asked)) for point, asked in loads.items()}
+        costs: dict[str, dict[str, float]] = {arm: {} for arm in ARMS}
+        if memory and not all(recorded.values()):
+            costs = {arm: known.costs(BENCH, arm) for arm in ARMS}
+            costs = costs if all(costs.values()) else _memory(lab, progress)
+        for number, (point, found) in enumerate(recorded.items(), 1):
+            if found:
+                progress(told(point, found))
+                continue
             progress(f"{name}: {point}, {number} of {len(points)}")
-            yield from _point(lab, point, new_tokens, run, costs)
+            yield from _point(lab, point, loads[point], run, costs)
 
 
 def switch(lab: Lab, switches: Switches) -> None:
@@ -140,23 +157,21 @@ def switch(lab: Lab, switches: Switches) -> None:
 
 
 def _point(
-    lab: Lab, point: Point, new_tokens: int, run: str, costs: Mapping[str, Mapping[str, float]]
+    lab: Lab, point: Point, asked: Load, run: str, costs: Mapping[str, Mapping[str, float]]
 ) -> Iterator[Record]:
-    asked = load_of(point, new_tokens, lab.device)
     runs = turns(lab, asked, {name: partial(switch, lab, each) for name, each in ARMS.items()})
     _, draft_kv = _layer(lab)
     caches = [*lab.engine.kv.caches().values(), *draft_kv.caches().values()]
     for name, switches in ARMS.items():
         yield make_record(
-            bench="dsa_ablation", arm=name, device=lab.device, run=run,
+            bench=BENCH, arm=name, device=lab.device, run=run,
             metrics={
                 **figures(runs[name]), **verdicts(runs, name), **costs[name],
                 "cache_gb": sum(cache.nbytes for cache in caches) / 1e9,
             },
             samples=samples(runs[name]),
             workload={
-                "fresh": point.tokens, "cached": point.cached, "concurrency": point.concurrency, **asked.as_dict(),
-                **lab.drafted, "decode": "full", "payload": runs[name][0].result.payload,
+                **asked_of(point, asked), **lab.drafted, "decode": "full", "payload": runs[name][0].result.payload,
                 "toggles": f"{switches.arm.name}, draft_extend {switches.mode}", "invalid": dict(INVALID),
             },
             coverage={phase: each.as_dict() for phase, each in runs[name][-1].coverage.items()},
@@ -164,14 +179,20 @@ def _point(
         )  # fmt: skip
 
 
-def _memory(lab: Lab, switches: Switches) -> dict[str, float]:
-    """What the graphs of the target and those of the layer cost; of an eager extend nothing."""
-    costs = captured(lab, partial(target_prefill, lab, switches.arm))
-    if not switches.extend:
-        return {**costs, "draft_graph_gb": 0.0}
-    of_layer = captured(lab, partial(_extend, lab, switches.arm))
-    seconds = {name: costs[name] + of_layer[name] for name in ("capture_s", "warmup_s")}
-    return {**costs, **seconds, "draft_graph_gb": of_layer["graph_gb"]}
+def _memory(lab: Lab, progress: Progress) -> dict[str, dict[str, float]]:
+    """What the graphs of the target and those of the layer cost in each arm; of an eager extend nothing."""
+    targets: dict[SparseArm, dict[str, float]] = {}  # arms with and without T10 have the same
+    found = {}
+    for name, switches in ARMS.items():
+        progress(f"{lab.name}: the memory of {name}")
+        if switches.arm not in targets:
+            targets[switches.arm] = captured(lab, partial(target_prefill, lab, switches.arm))
+        costs = found[name] = {**targets[switches.arm], "draft_graph_gb": 0.0}
+        if switches.extend:
+            of_layer = captured(lab, partial(_extend, lab, switches.arm))
+            costs["draft_graph_gb"] = of_layer["graph_gb"]
+            costs |= {each: costs[each] + of_layer[each] for each in ("capture_s", "warmup_s")}
+    return found
 
 
 def _extend(lab: Lab, arm: SparseArm, group: GraphGroup) -> Runner[Any]:

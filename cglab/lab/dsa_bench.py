@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from cglab.engine.load import Load
 from cglab.engine.workload import PrefillStep, steady_prefill
 from cglab.errors import InputError
 from cglab.graphs.breaks import BreakCall
@@ -23,8 +24,10 @@ from cglab.graphs.out_forms import same_bits
 from cglab.lab import steps
 from cglab.lab.arm_turns import figures, part_alone, samples, turns, verdicts
 from cglab.lab.bucket_floor import bucket_floor
-from cglab.lab.dsa_sweep import BENCH, captured, choice, load_of, open_for, swept, target_prefill
+from cglab.lab.dsa_recorded import Earlier, asked_of, told
+from cglab.lab.dsa_sweep import PER_LANE, captured, choice, load_of, open_for, swept, target_prefill
 from cglab.lab.facade import Lab
+from cglab.lab.selection_rule import BENCH
 from cglab.lab.sparse_arms import ARMS, choose
 from cglab.lab.sparse_prefill import SparseArm
 from cglab.lab.step_metrics import Progress, model_facts, recorded_steps, silent
@@ -55,8 +58,10 @@ def dsa(
     cached: Sequence[int] | None = None,
     concurrency: Sequence[int] | None = None,
     new_tokens: int = 64,
+    per_lane: int = PER_LANE,
     floor_tokens: int = 128,
     memory: bool = True,
+    again: bool = False,
 ) -> Iterator[Record]:
     """Requests on a model with sparse attention, by what its prefill leaves to breaks, in turns.
 
@@ -69,8 +74,10 @@ def dsa(
         cached: only those with so many cached ones.
         concurrency: only those with so many requests in flight.
         new_tokens: of each request; S3's 64, and the record states it.
+        per_lane: requests for each in flight where several are; S3's 8, fewer for points that would take too long.
         floor_tokens: up to which bucket the floor is swept; 0 for no sweep.
         memory: whether every bucket of every arm is captured once more, for its memory and seconds.
+        again: whether what the same code has recorded on this kind of device is measured once more.
 
     Yields:
         The floor of each arm, a record for each arm of each point, then one for each arm over all of them, with those
@@ -85,29 +92,42 @@ def dsa(
         point for point in (GRID if large else QUICK_GRID)
         if all(given is None or getattr(point, name) in given for name, given in wanted.items())
     ]  # fmt: skip
-    if not points or new_tokens < 1:
+    if not points or new_tokens < 1 or per_lane < 1:
         raise InputError(
-            f"{len(points)} points with {new_tokens} new tokens; ask for some of the grid's, and for tokens"
+            f"{len(points)} points with {per_lane} requests a lane of {new_tokens} new tokens; ask for some of the "
+            "grid's, and for at least one of each"
         )
     new_tokens = new_tokens if large else min(new_tokens, 3)
     name, run = model or ("dsa-24" if large else "dsa-tiny"), new_run()
     progress(f"{name}: open")
     with open_for(name, device, points, new_tokens, large=large) as lab:
-        yield from _floors(lab, run, floor_tokens if large else min(floor_tokens, 16), progress)
-        sweep: dict[str, list[Record]] = {arm: [] for arm in NAMES}
+        kept = Earlier.kept(lab.name, lab.dtype, lab.device)
+        known = Earlier() if again else kept
+        yield from _floors(lab, run, floor_tokens if large else min(floor_tokens, 16), progress, known)
+        sweep = [*kept.of(BENCH, NAMES)]
         for number, point in enumerate(points, 1):
+            asked = load_of(point, new_tokens, device, per_lane)
+            if found := known.run(BENCH, NAMES, asked_of(point, asked)):
+                progress(told(point, found))
+                continue
             progress(f"{name}: {point}, {number} of {len(points)}")
-            for record in _point(lab, point, new_tokens, run):
-                sweep[record.arm].append(record)
+            for record in _point(lab, point, asked, run):
+                sweep.append(record)
                 yield record
-        for arm, records in sweep.items():
-            costs = captured(lab, partial(target_prefill, lab, NAMES[arm])) if memory else {}
-            yield swept(lab, arm, records, points=GRID if large else QUICK_GRID, run=run, costs=costs)
-        yield choice(lab, sweep["graph"], sweep["whole"], run)
+        for arm in NAMES:
+            costs = known.costs(f"{BENCH}_sweep", arm)
+            if memory and not costs:
+                costs = captured(lab, partial(target_prefill, lab, NAMES[arm]))
+            yield swept(lab, arm, sweep, points=GRID if large else QUICK_GRID, run=run, costs=costs)
+        yield choice(lab, sweep, run)
 
 
-def _floors(lab: Lab, run: str, largest: int, progress: Progress) -> Iterator[Record]:
-    for name, arm in list(NAMES.items())[1:] if largest else ():
+def _floors(lab: Lab, run: str, largest: int, progress: Progress, known: Earlier) -> Iterator[Record]:
+    arms = list(NAMES.items())[1:] if largest else []
+    if recorded := known.run("dsa_floor", dict(arms), {"largest": largest}):
+        progress(told("the floors", recorded))
+        return
+    for name, arm in arms:
         progress(f"{lab.name}: the floor of {name}, up to {largest} tokens")
         found = bucket_floor(lab, arm, largest=largest)
         yield make_record(
@@ -120,7 +140,7 @@ def _floors(lab: Lab, run: str, largest: int, progress: Progress) -> Iterator[Re
         )  # fmt: skip
 
 
-def _point(lab: Lab, point: Point, new_tokens: int, run: str) -> Iterator[Record]:
+def _point(lab: Lab, point: Point, asked: Load, run: str) -> Iterator[Record]:
     """The records of one point."""
     requests = point.requests_a_step(lab.engine.scheduler.options.token_budget)
     arms = {name: SparseArm(arm.prefill, arm.attention, arm.preparation, requests * point.cached or None)
@@ -128,7 +148,6 @@ def _point(lab: Lab, point: Point, new_tokens: int, run: str) -> Iterator[Record
     with steady_prefill(lab.engine, requests * point.tokens, point.cached, requests) as step:
         alike, breaks = _alike(lab, arms, step)
         alone = {name: _alone(lab, arm, step) for name, arm in arms.items()}
-    asked = load_of(point, new_tokens, lab.device)
     how = {name: partial(choose, lab, arm) for name, arm in arms.items()}
     runs = turns(lab, asked, how)
     flagged = any(verdicts(runs, arm).get("ttft_verdict") == "slower" for arm in arms)
@@ -144,9 +163,8 @@ def _point(lab: Lab, point: Point, new_tokens: int, run: str) -> Iterator[Record
             },
             samples=samples(runs[name]),
             workload={
-                "fresh": point.tokens, "cached": point.cached, "concurrency": point.concurrency, **asked.as_dict(),
-                "step": dict(step.workload), "decode": "full", "payload": runs[name][0].result.payload,
-                "toggles": arm.name,
+                **asked_of(point, asked), "step": dict(step.workload), "decode": "full",
+                "payload": runs[name][0].result.payload, "toggles": arm.name,
             },
             parity={"verdict": "bitwise" if alike[name] else "corrupted"},
             coverage={phase: each.as_dict() for phase, each in runs[name][-1].coverage.items()},

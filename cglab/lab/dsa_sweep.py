@@ -12,16 +12,15 @@ from cglab.engine.load import Load
 from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.lab.facade import Lab
 from cglab.lab.opening import PAGE_SIZE, open_lab
-from cglab.lab.profiles import results_folder
-from cglab.lab.selection_rule import selection_rule, step_costs
+from cglab.lab.selection_rule import BENCH, SELECTING, WHOLE, point_of, selection_rule, step_costs
 from cglab.lab.sparse_prefill import SparseArm
 from cglab.lab.step_metrics import ledger_metrics, model_facts
 from cglab.lab.ttft_grid import Point
 from cglab.measure.record import Record, make_record
-from cglab.measure.records import load
 from cglab.runners.base import GraphGroup, Runner
 
-BENCH: Final = "dsa_prefill"
+PER_LANE: Final = 8
+"""S3's requests for each that is in flight."""
 QUICK_BUCKETS: Final = (4, 8, 16, 32, 64)
 NOT_HERE: Final = (
     "No arm records the indexer's preparation and leaves attention a break: S3 has none either. Its draft extend (T10) "
@@ -39,7 +38,7 @@ def swept(
     Args:
         lab: that measured.
         arm: its name.
-        records: of this run.
+        records: of this run and of earlier ones of the same code, in the order in which they were made.
         points: the grid.
         run: of the bench.
         costs: of the arm's captures.
@@ -61,19 +60,18 @@ def swept(
     )  # fmt: skip
 
 
-def choice(lab: Lab, selecting: Sequence[Record], whole: Sequence[Record], run: str) -> Record:
+def choice(lab: Lab, records: Sequence[Record], run: str) -> Record:
     """Where the selection is better recorded (T9b) than left as the only break (T9).
 
     Args:
         lab: that measured.
-        selecting: records of this run of the arm with that break.
-        whole: of the arm without breaks.
+        records: as of ``swept``.
         run: of the bench.
     """
-    costs = step_costs(*(measured(records[0].arm, records) for records in (selecting, whole)))
+    costs = step_costs(*(measured(arm, records) for arm in (SELECTING, WHOLE)))
     rule, verdicts = selection_rule(costs), Counter(cost.verdict for cost in costs)
     return make_record(
-        bench="dsa_choice", arm=whole[0].arm, device=lab.device, run=run,
+        bench="dsa_choice", arm=WHOLE, device=lab.device, run=run,
         metrics={
             "points": float(len(costs)), "faster": float(verdicts["faster"]), "slower": float(verdicts["slower"]),
             "recorded": float(sum(rule.why_break(cost.tokens, cost.cached) is None for cost in costs)),
@@ -83,26 +81,9 @@ def choice(lab: Lab, selecting: Sequence[Record], whole: Sequence[Record], run: 
     )  # fmt: skip
 
 
-def measured(arm: str, records: Sequence[Record]) -> dict[Point, Record]:
-    """The newest record of an arm at every point: of this run, or of an earlier one of the same code that was kept."""
-    return {point_of(record): record for record in [*_kept(records[0], arm), *records]}
-
-
-def point_of(record: Record) -> Point:
-    """Where in the grid a record of the bench is."""
-    fresh, cached, concurrency = (record.workload[size] for size in ("fresh", "cached", "concurrency"))
-    return Point(fresh, cached, concurrency)
-
-
-def _kept(like: Record, arm: str) -> Iterable[Record]:
-    """Earlier records of the arm, of the same code, model and device, by time."""
-    folder = results_folder()
-    stored = load(folder).records if folder.exists() else ()
-    return (
-        each for each in stored
-        if (each.bench, each.arm, each.tree, each.model, each.dtype, each.device.name)
-        == (BENCH, arm, like.tree, like.model, like.dtype, like.device.name)
-    )  # fmt: skip
+def measured(arm: str, records: Iterable[Record]) -> dict[Point, Record]:
+    """The newest record of an arm at every point, of records in the order in which they were made."""
+    return {point_of(record): record for record in records if record.arm == arm}
 
 
 def open_for(
@@ -128,9 +109,9 @@ def open_for(
     )  # fmt: skip
 
 
-def load_of(point: Point, new_tokens: int, device: torch.device) -> Load:
-    """The requests of a point: S3's 16 at concurrency 1, else eight a lane; a few where there is no time to take."""
-    count = 16 if point.concurrency == 1 else 8 * point.concurrency
+def load_of(point: Point, new_tokens: int, device: torch.device, per_lane: int = PER_LANE) -> Load:
+    """The requests of a point: S3's 16 at concurrency 1, else so many a lane; a few where there is no time to take."""
+    count = 2 * PER_LANE if point.concurrency == 1 else per_lane * point.concurrency
     asked = count if device.type == "cuda" else 2 * point.concurrency
     return Load(asked, point.concurrency, point.tokens, new_tokens, shared_prefix=point.cached)
 

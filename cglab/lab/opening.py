@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from cglab.lab.available import draft_kind, inert
 from cglab.lab.drafting import plan_draft
 from cglab.lab.facade import Lab
 from cglab.lab.room import CacheSizes, require_room
+from cglab.lab.selection_rule import recorded_rule
 from cglab.lab.sparse_prefill import require_latent
 from cglab.lab.techniques import Captures
 from cglab.measure.memory import free_bytes
@@ -136,10 +138,12 @@ def open_lab(
     require_room(asked, layout, source.config, dtype=dtype, free=free_bytes(where))
     kind = None if plan is None else draft_kind(plan.source.config)
     captures = Captures(inert(kind, latent=isinstance(source.config, DsaConfig)))
-    return Lab(
+    lab = Lab(
         name, source, layout(asked), device=where, dtype=dtype, captures=captures,
         buckets=buckets, prefill_buckets=prefill_buckets,
         scheduling=SchedulerOptions(sizes["token_budget"], prefix_reuse=prefix_reuse, mixed=mixed),
         padding=padding, seed=seed, debug=debug, ops=form, draft=plan,
         bucket_floor=bucket_floor, host_pages=-(-(host_tokens or 0) // PAGE_SIZE),
     )  # fmt: skip
+    lab.phases.selection = partial(recorded_rule, lab.name, dtype, where)
+    return lab

@@ -183,7 +183,7 @@ class StepOracles(ABC, Generic[R]):
             output = head(output, live)
         got = self._outcome(runner, output, step)
         if replayed and not wrong:
-            size = min(s for s in runner.captured.captured_sizes if s >= step.rows)
+            size = min(n for n in runner.serving(step.live).captured.captured_sizes if n >= step.rows)
             with self._from(state):
                 padded = runner.run_padded_eager(step.live, size, **step.inputs)
                 self._same(1, got, self._outcome(runner, padded, step), where)
@@ -225,10 +225,10 @@ class StepOracles(ABC, Generic[R]):
 
     def _poisoned(self, runner: R, step: Step, got: Outcome, where: dict[str, Any]) -> None:
         """Oracle 3."""
-        with poison(runner, self.kv, step.live, step.inputs, self.draft_kv):
+        with poison(runner.serving(step.live), self.kv, step.live, step.inputs, self.draft_kv):
             again = self._outcome(runner, runner.run(step.live, **step.inputs), step)
         self._same(3, again, got, where)
-        for name, view in runner.captured.buffers.view(step.rows).items():
+        for name, view in runner.serving(step.live).captured.buffers.view(step.rows).items():
             if name in step.inputs and not torch.equal(view, step.inputs[name]):
                 self._off(Deviation(3, where, f"static input {name} does not hold the live values"))
 

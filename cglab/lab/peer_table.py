@@ -1,46 +1,33 @@
-"""Peers as Markdown, for the README: one line for each that computed a decode token, or why it could not."""
+"""Peers as Markdown: one line for each that computed a decode token, or why it could not."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from cglab.lab.markdown import Block, number, table
 from cglab.lab.recorded import Recorded, recorded
 from cglab.measure.record import Record
 
-HEADER = (
-    "model",
-    "batch",
-    "peer",
-    "token ms",
-    "over the lab's",
-    "verdict",
-    "replay ms",
-    "over floor",
-    "tokens",
-)
-RULE = ("---", "---:", "---", "---:", "---:", "---", "---:", "---:", "---")
+COLUMNS = (
+    "model", "batch", "peer", "token ms", "over the lab's", "verdict", "replay ms", "over floor", "tokens",
+)  # fmt: skip
 SAME = {"bitwise": "equal", "drift": "equal but for near-ties", "corrupted": "**other tokens**"}
 
 
-class Peers:
-    """The block.
+@dataclass(frozen=True)
+class Peers(Block):
+    """The block of one decode token, from ids on the host to ids on the host."""
 
-    Attributes:
-        name, begin, end, not_yet: as a table's.
-    """
-
-    name = "peers"
-    begin = f"<!-- {name}: begin (scripts/readme_table.py) -->"
-    end = f"<!-- {name}: end -->"
-    not_yet = "*Not recorded yet.* `cglab bench peers --save` on a GPU records it."
+    name: str = "peers"
+    bench: str = "peers"
 
     def text(self, folder: Path | None) -> str:
         """The block from the records of a folder."""
         return self.block(recorded("token", folder))
 
     def block(self, results: Recorded) -> str:
-        """The table as Markdown, fastest first, under one line on where and when."""
+        """The table, fastest first, under one line on where and when."""
         if not results:
             return self.not_yet
         where = (
@@ -48,8 +35,7 @@ class Peers:
             "turns, with the lab's own (`full`) in every run. SGLang with Triton attention and PyTorch sampling, its "
             "ModelRunner alone. The replay has its inputs on the device and reads nothing."
         )
-        lines = [_line(each) for each in sorted(results.records, key=_order)]
-        return "\n".join([where, "", *(f"| {' | '.join(line)} |" for line in (HEADER, RULE, *lines))])
+        return f"{where}\n\n{table(COLUMNS, map(_row, sorted(results.records, key=_order)))}"
 
 
 def _order(record: Record) -> tuple[str, int, float]:
@@ -57,17 +43,12 @@ def _order(record: Record) -> tuple[str, int, float]:
     return record.model or "", record.workload["batch"], time if isinstance(time, float) else float("inf")
 
 
-def _line(record: Record) -> tuple[str, ...]:
+def _row(record: Record) -> tuple[str, ...]:
     metrics = record.metrics
     start = (str(record.model), str(record.workload["batch"]), record.arm)
     if not isinstance(metrics.get("token_ms"), float):
-        reason = str(metrics.get("error")).splitlines()[0].replace("|", "/")
-        return (*start, "-", "-", reason, "-", "-", "-")
+        return (*start, "-", "-", str(metrics.get("error")).splitlines()[0], "-", "-", "-")
     tokens = SAME[record.parity["verdict"]] if record.parity else "-"
-    ratio, verdict = _number(metrics.get("ratio_to_ours")), str(metrics.get("verdict") or "-")
-    replay, floor = _number(metrics.get("replay_ms")), _number(metrics.get("over_floor"))
-    return (*start, _number(metrics["token_ms"]), ratio, verdict, replay, floor, tokens)
-
-
-def _number(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, int | float) else "-"
+    ratio, verdict = number(metrics.get("ratio_to_ours")), str(metrics.get("verdict") or "-")
+    replay, floor = number(metrics.get("replay_ms")), number(metrics.get("over_floor"))
+    return (*start, number(metrics["token_ms"]), ratio, verdict, replay, floor, tokens)

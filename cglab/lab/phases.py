@@ -25,6 +25,8 @@ from cglab.runners.decode import DecodeRunner
 from cglab.runners.draft_extend import DraftExtendRunner
 from cglab.runners.draft_loop import DraftLoopRunner
 from cglab.runners.draft_sampler import DraftSampler
+from cglab.runners.dsa_choice import SELECTION
+from cglab.runners.dsa_policy import SelectionRule
 from cglab.runners.prefill import PrefillRunner
 from cglab.runners.seed_step import SeedRunner
 from cglab.runners.verify import VerifyRunner
@@ -49,6 +51,7 @@ class LabPhases:
 
     Attributes:
         max_cached: of a full sparse prefill, see ``SparseArm``.
+        selection: reads the rule of ``dsa_indexer_prep=auto``; none without recorded costs.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class LabPhases:
         self.buckets, self.prefill_buckets, self.options = buckets, prefill_buckets, options
         self.drafting, self.bucket_floor = drafting, bucket_floor
         self.max_cached: int | None = None
+        self.selection: Callable[[], SelectionRule] = SelectionRule
         self._made: dict[str, dict[str, Runner[Any]]] = {}
         self._closed = False
 
@@ -78,12 +82,7 @@ class LabPhases:
         return self._runner("decode", f"{mode}, sampling" if sampling else mode, make, self._options(mode))
 
     def prefill(self, mode: str | None = None, **parts: str) -> PrefillRunner:
-        """The prefill runner of a mode (the toggle's own by default); a bucket is captured on its first use.
-
-        Args:
-            mode: None for the toggle's own.
-            **parts: of a model with latent attention ``dsa_attention`` and ``dsa_indexer_prep``, likewise.
-        """
+        """The prefill runner of a mode and, of latent attention, ``SPARSE`` parts; a bucket captured on first use."""
         mode = self._mode("prefill", mode)
         name, options = mode, self._options(mode)
         make: Callable[..., PrefillRunner] = partial(PrefillRunner, feeder=self._feeder)
@@ -95,7 +94,7 @@ class LabPhases:
 
     def _arm(self, mode: str, **parts: str) -> SparseArm:
         attention, preparation = (self._mode(each, parts.get(each)) for each in SPARSE)
-        return SparseArm(mode, attention, preparation, self.max_cached)
+        return SparseArm(mode, attention, preparation, self.max_cached, self.selection)
 
     def draft_extend(self, mode: str | None = None) -> DraftExtendRunner:
         """The runner of a NextN layer's extends, in the parts of its target's sparse prefill; captured on first use.
@@ -277,16 +276,16 @@ class LabPhases:
         return self._made.get(phase, {})
 
     def coverage(self, name: str) -> dict[str, Coverage]:
-        """What the runners of a technique counted since they were made, by mode."""
-        name = technique(name).name
-        made = self.made("prefill" if name in SPARSE else name)
+        """What the runners of a technique, or ``dsa_selection`` where it is chosen, counted since made, by mode."""
+        name = name if name == SELECTION else technique(name).name
+        made = self.made("prefill" if name in (*SPARSE, SELECTION) else name)
         counts = {mode: runner.coverages() for mode, runner in made.items()}
         return {mode: found[name] for mode, found in counts.items() if name in found}
 
     def ledgers(self) -> dict[str, list[dict[str, Any]]]:
         """Rows of every runner's bucket ledger, by mode; those of other phases than decode are told apart by name."""
         return {
-            mode if name == "decode" else f"{name} {mode}": runner.captured.memory()
+            mode if name == "decode" else f"{name} {mode}": runner.memory()
             for name, made in self._made.items()
             for mode, runner in made.items()
         }

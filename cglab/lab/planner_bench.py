@@ -21,6 +21,7 @@ from cglab.lab.size_trace import SizeTrace
 from cglab.lab.step_metrics import Progress, model_facts, silent, sustained
 from cglab.measure.record import Record, make_record, new_run
 from cglab.runners.base import Runner
+from cglab.settings import read_settings
 
 REPEATS = 5
 CONTEXT = 512
@@ -33,7 +34,7 @@ def planner(
     quick: bool = False,
     progress: Progress = silent,
     models: Sequence[str] | None = None,
-    keep: bool | None = None,
+    traces: str | None = None,
 ) -> Iterator[Record]:
     """Records each load's trace from the engine, measures what buckets cost, plans at the memory of SGLang's list.
 
@@ -42,12 +43,22 @@ def planner(
         quick: small loads that show the machinery.
         progress: called with a line for every stage.
         models: names; by default ``qwen3-0.6b`` on a GPU and the shipped model on a CPU.
-        keep: whether traces are written to ``data/traces``; by default those of the full loads are.
+        traces: folder for the traces; None keeps those of the full loads in ``data/traces``, and no others.
 
     Yields:
         For each load and phase a record of the plan and one of SGLang's list.
+
+    Raises:
+        InputError: if traces of small loads are to go where those of the full loads are.
     """
     large = device.type == "cuda" and not quick
+    committed = read_settings().data / "traces"
+    if not large and traces is not None and Path(traces).resolve() == committed.resolve():
+        raise InputError(
+            f"{committed} holds traces of the full loads, which a quick run or one on a CPU would replace by those of "
+            "small ones; give traces another folder, or run the full loads on a GPU"
+        )
+    kept = traces if traces is not None or not large else committed
     run = new_run()
     for name in models or ("qwen3-0.6b" if large else "pico-gqa",):
         for kind, load in (LOADS if large else QUICK_LOADS).items():
@@ -58,8 +69,8 @@ def planner(
                 trace = SizeTrace.from_steps(
                     kind, made.steps, model=Path(name).name, load=load.as_dict(), payload=made.result.payload
                 )
-                if large if keep is None else keep:
-                    trace.save()
+                if kept is not None:
+                    trace.save(kept)
                 progress(f"{name}: cost of prefill buckets")
                 costs["prefill"] = prefill_costs(lab, spread(lab.engine.scheduler.options.token_budget))
                 for phase in trace.phases:

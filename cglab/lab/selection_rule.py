@@ -11,11 +11,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
-from cglab.graphs.coverage import Miss, Reason
+import torch
+
+from cglab.lab.profiles import results_folder
 from cglab.lab.ttft_grid import Point
+from cglab.measure.machine import describe_device
 from cglab.measure.record import Record
+from cglab.measure.records import load
 from cglab.measure.statistics import Instances, Verdict, difference
+from cglab.runners.dsa_policy import SelectionRule
+
+BENCH: Final = "dsa_prefill"
+"""What recorded costs are of."""
+SELECTING, WHOLE = "graph", "whole"
+"""Its arms whose only break is the selection (T9), and without breaks (T9b)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,38 +49,6 @@ class StepCost:
     def verdict(self) -> Verdict:
         """Of T9b against T9."""
         return difference(self.selecting, self.whole).verdict
-
-
-@dataclass(frozen=True, slots=True)
-class SelectionRule:
-    """For which steps the selection is recorded.
-
-    Attributes:
-        limits: by room for cached tokens, ascending, the most tokens of such a step; 0 for none.
-    """
-
-    limits: tuple[tuple[int, int], ...]
-
-    def why_break(self, tokens: int, cached: int) -> Miss | None:
-        """Why the selection of a step stays a break; None where it is recorded.
-
-        Args:
-            tokens: fresh tokens of the step.
-            cached: cached ones, of all its requests.
-        """
-        room, limit = next((each for each in self.limits if each[0] >= cached), (None, 0))
-        if tokens <= limit:
-            return None
-        known = (
-            "no room for that many was measured"
-            if room is None
-            else f"with room for {room} it won up to {limit}"
-        )
-        return Miss(Reason.LIVE_EXTENT, f"{tokens} tokens after {cached} cached: {known}")
-
-    def __str__(self) -> str:
-        told = [f"up to {limit} tokens with room for {room} cached" for room, limit in self.limits if limit]
-        return "the selection is recorded " + (", ".join(told) or "nowhere")
 
 
 def selection_rule(costs: Sequence[StepCost]) -> SelectionRule:
@@ -108,3 +87,28 @@ def _by_instance(record: Record) -> list[list[float]]:
     times, count = list(record.samples["ttft_ms"]), int(float(record.metrics["instances"] or 0))
     each = len(times) // count
     return [times[first : first + each] for first in range(0, each * count, each)]
+
+
+def recorded_rule(model: str, dtype: torch.dtype, device: torch.device) -> SelectionRule:
+    """The rule of what is recorded of a model on this kind of device, by whatever code: a step's costs change slowly.
+
+    Args:
+        model: its name.
+        dtype: of weights and computation.
+        device: what it runs on.
+
+    Raises:
+        ResultsError: if a file of results cannot be read.
+    """
+    folder, found = results_folder(), dict[str, dict[Point, Record]]()
+    like = (BENCH, model, str(dtype).removeprefix("torch."), describe_device(device).name)
+    for record in load(folder).records if folder.exists() else ():
+        if (record.bench, record.model, record.dtype, record.device.name) == like:
+            found.setdefault(record.arm, {})[point_of(record)] = record
+    return selection_rule(step_costs(found.get(SELECTING, {}), found.get(WHOLE, {})))
+
+
+def point_of(record: Record) -> Point:
+    """Where in the grid a record of the bench is."""
+    fresh, cached, concurrency = (record.workload[size] for size in ("fresh", "cached", "concurrency"))
+    return Point(fresh, cached, concurrency)

@@ -7,10 +7,15 @@ from typing import ClassVar
 from cglab.graphs.options import Options
 from cglab.lab.prefill_cases import BUCKETS, PrefillOracles
 from cglab.lab.sparse_prefill import SparseArm
+from cglab.runners.dsa_policy import SelectionRule
 from cglab.runners.prefill import PrefillRunner
 
 FLOOR = 8
 """Between the buckets, so that steps on both sides of it are among the cases."""
+
+
+CHOICE = SelectionRule(((0, BUCKETS[-1]), (BUCKETS[-1], BUCKETS[-2])))
+"""So that among the cases are steps of both kinds, and of both rooms."""
 
 
 class SparseOracles(PrefillOracles):
@@ -41,7 +46,11 @@ class SparseAttentionOracles(SparseOracles):
 
 
 class IndexerOracles(SparseOracles):
-    """T9 and T9b: preparation recorded, and all of it."""
+    """T9 and T9b: preparation recorded, all of it, and one or the other by the step."""
 
     technique = "dsa_indexer_prep"
-    arms = SparseArm("breakable"), SparseArm("full")
+    arms = (
+        SparseArm("breakable"),
+        SparseArm("full"),
+        SparseArm("breakable", preparation="auto", selection=lambda: CHOICE),
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,7 +19,8 @@ from cglab.models.kv import PagedKV
 from cglab.models.nextn import NextN
 from cglab.runners.base import GraphGroup
 from cglab.runners.draft_extend import DraftExtendRunner
-from cglab.runners.dsa_policy import Parts, floor_by_rule, gates
+from cglab.runners.dsa_choice import DsaChoiceRunner
+from cglab.runners.dsa_policy import Parts, SelectionRule, floor_by_rule, gates
 from cglab.runners.dsa_prefill import DsaPrefillRunner
 from cglab.runners.pipeline_stage import DsaStageRunner, PipelineStageRunner
 from cglab.settings import NEXTN_SWITCH, read_settings
@@ -55,14 +57,16 @@ class SparseArm:
     Attributes:
         prefill: ``full`` leaves no break (T9b), where attention and preparation are recorded too.
         attention: ``graph`` or ``eager`` (T8).
-        preparation: ``graph`` or ``eager`` (T9).
+        preparation: ``graph`` or ``eager`` (T9), or ``auto``: with the selection too where costs say so (T9b).
         max_cached: cached tokens that a full recording has room for; None for as many as the largest bucket has.
+        selection: of ``auto``, reads the rule of recorded costs; by default there are none.
     """
 
     prefill: str
     attention: str = "graph"
     preparation: str = "graph"
     max_cached: int | None = None
+    selection: Callable[[], SelectionRule] = field(default=SelectionRule, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -75,11 +79,14 @@ class SparseArm:
 
     @property
     def parts(self) -> Parts:
-        """Why each part of a layer is a break, kill switches included."""
+        """Why each part of a layer is a break, kill switches included; of ``auto`` where the break stays."""
+        return self._gates(selection=self.prefill == "full")
+
+    def _gates(self, *, selection: bool) -> Parts:
         return gates(
             attention=self.attention == "graph",
-            preparation=self.preparation == "graph",
-            selection=self.prefill == "full",
+            preparation=self.preparation != "eager",
+            selection=selection,
             switches=read_settings().switches,
         )
 
@@ -108,7 +115,10 @@ class SparseArm:
         options = replace(options, backend="eager" if self.prefill == "eager" else "breakable")
         if floor is None:
             floor = floor_by_rule(buckets, kernel_rows(group.device))
-        return DsaPrefillRunner(
+        made: Callable[..., DsaPrefillRunner] = DsaPrefillRunner
+        if self.preparation == "auto" and self.prefill == "breakable":
+            made = partial(DsaChoiceRunner, whole=self._gates(selection=True), rule=self.selection())
+        return made(
             model,
             kv,
             group,

@@ -87,7 +87,7 @@ class StepTimes:
         group = Group(runner.technique, mode, label, size, live)
         spent = self._spent.setdefault(group, Spent())
         spent.steps += 1
-        tried = len(runner.captured.ledger) + len(runner.captured.failures)
+        tried = runner.tries()
         if self._tried.get((kind, mode)) == tried:
             self._running.append((spent, region))
         self._tried[kind, mode] = tried

@@ -103,7 +103,8 @@ TECHNIQUES: Mapping[str, Technique] = {
             module="cglab.runners.dsa_prefill", notebook=_SPARSE, kill_switch=DSA_ATTENTION_SWITCH,
         ),
         Technique(
-            "T9", "dsa_indexer_prep", "indexer preparation and index-K store inside it", _GRAPH, "graph", "S3",
+            "T9", "dsa_indexer_prep", "indexer preparation and index-K store inside it",
+            ("graph", "auto", "eager"), "graph", "S3",
             module="cglab.runners.dsa_prefill", notebook=_SPARSE, kill_switch=DSA_INDEXER_SWITCH,
         ),
         Technique(

@@ -1,45 +1,36 @@
-"""The zoo as Markdown, for the README: a line for each module, how much of it is captured, or what stops it."""
+"""The zoo as Markdown: a line for each module, how much of it is captured, or what stops it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+from cglab.lab.markdown import Block, table
 from cglab.lab.profiles import results_folder
 from cglab.measure.record import Record
 from cglab.measure.records import load
 
-HEADER = (
-    "module",
-    "of",
-    "captured",
-    "operations",
-    "against eager",
-    "what stops the whole",
-)
-RULE = ("---", "---", "---", "---:", "---", "---")
+COLUMNS = ("module", "of", "captured", "operations", "against eager", "what stops the whole")
 
 
-class Zoo:
-    """The block.
+@dataclass(frozen=True)
+class Zoo(Block):
+    """The block of the newest run, on whatever device."""
 
-    Attributes:
-        name, begin, end, not_yet: as a table's.
-    """
-
-    name = "zoo"
-    begin = f"<!-- {name}: begin (scripts/readme_table.py) -->"
-    end = f"<!-- {name}: end -->"
-    not_yet = "*Not recorded yet.* `cglab bench zoo --save` records it."
+    name: str = "zoo"
+    bench: str = "zoo"
+    records_it: ClassVar[str] = "records it"
 
     def text(self, folder: Path | None) -> str:
         """The block from the newest run among the records of a folder."""
         where = results_folder(folder)
-        made = [each for each in (load(where).records if where.exists() else ()) if each.bench == "zoo"]
+        made = [each for each in (load(where).records if where.exists() else ()) if each.bench == self.bench]
         return self.block([each for each in made if each.run == made[-1].run])
 
     def block(self, records: Sequence[Record]) -> str:
-        """The table as Markdown, under one line on where and when."""
+        """The table, under one line on where and when."""
         if not records:
             return self.not_yet
         last = records[-1]
@@ -49,24 +40,17 @@ class Zoo:
             f"Tiny shapes with random weights, on one {last.device.name}{how}, recorded on {last.created[:10]} with "
             f"{made}; compared at every live size, padded where the module allows it:"
         )
-        return "\n".join(
-            [where, "", *(f"| {' | '.join(line)} |" for line in (HEADER, RULE, *map(_line, records)))]
-        )
+        return f"{where}\n\n{table(COLUMNS, map(_row, records))}"
 
 
-def _line(record: Record) -> tuple[str, ...]:
+def _row(record: Record) -> tuple[str, ...]:
     metrics, parity = record.metrics, record.parity or {}
-    stop = str(metrics["refusal"] or "-")
-    operations = f"{metrics['operations']:.0f}" if metrics["operations"] else "-"
-    captured = str(metrics["captured"])
-    if metrics["breaks"]:
-        captured += f" ({metrics['breaks']:.0f})"
-    verdict, package = str(parity.get("verdict", "-")), str(record.workload["package"])
+    breaks, operations = metrics["breaks"], metrics["operations"]
     return (
         str(record.model),
-        package,
-        captured,
-        operations,
-        verdict,
-        stop.replace("|", "/").replace("\n", " "),
+        str(record.workload["package"]),
+        f"{metrics['captured']} ({breaks:.0f})" if breaks else str(metrics["captured"]),
+        f"{operations:.0f}" if operations else "-",
+        str(parity.get("verdict", "-")),
+        str(metrics["refusal"] or "-"),
     )

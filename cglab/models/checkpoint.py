@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from cglab.errors import ModelError
 from cglab.models.config import ModelConfig
 from cglab.models.fields import read_json
 from cglab.models.layout import Piece
+from cglab.models.shard_file import SUFFIX, UNREADABLE, opened
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -34,14 +34,15 @@ def shard_files(folder: Path) -> list[Path]:
         folder: a model's folder.
 
     Returns:
-        One file, or the shards that the index names, sorted.
+        One file, plain or compressed, or the shards that the index names, sorted.
 
     Raises:
         ModelError: if there are none, if only pickles are there, or if the index names a file that is missing
             or outside of the folder.
     """
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+    for single in (SINGLE, SINGLE + SUFFIX):
+        if (folder / single).is_file():
+            return [folder / single]
     index = folder / INDEX
     if not index.is_file():
         found = sorted(
@@ -168,13 +169,13 @@ def read_shards(shards: Iterable[Path], model: nn.Module, layout: Mapping[str, P
     parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
     for shard in shards:
         try:
-            with safe_open(shard, framework="pt") as tensors, torch.no_grad():
+            with opened(shard) as tensors, torch.no_grad():
                 for name in tensors.keys():  # noqa: SIM118 - the file is no mapping
                     if piece := layout.get(name):
                         stored = tensors.get_tensor(name)
                         held = piece.of(parameters[piece.parameter]).copy_(stored)
                         _require_finite(shard, name, stored, held)
-        except (SafetensorError, OSError) as error:
+        except UNREADABLE as error:
             raise _damaged(shard, error) from error
 
 
@@ -200,10 +201,10 @@ def _require_finite(shard: Path, name: str, stored: torch.Tensor, held: torch.Te
 def _header(shard: Path) -> Header:
     """Shape and dtype of every tensor in a file, without its data."""
     try:
-        with safe_open(shard, framework="pt") as tensors:
+        with opened(shard) as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - the file is no mapping
             return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-    except (SafetensorError, OSError) as error:
+    except UNREADABLE as error:
         raise _damaged(shard, error) from error
 
 

@@ -202,6 +202,10 @@ class Runner(ABC, Generic[Live]):
         finally:
             self.set_live(None)
 
+    def serving(self, live: Live) -> Runner[Live]:
+        """The runner whose recordings serve a step: this one, or that which it chooses for it."""
+        return self
+
     def run_padded_eager(self, live: Live, size: int, **values: Tensor) -> Any:
         """Oracle 1: the step at the padded size, eager, over the same static buffers."""
         with self.during(live):
@@ -219,6 +223,14 @@ class Runner(ABC, Generic[Live]):
     def coverages(self) -> dict[str, Coverage]:
         """The same by technique, where a phase holds more than one."""
         return {self.technique: self.coverage()}
+
+    def tries(self) -> int:
+        """Captures so far, those that failed included: a step in which they grow took longer for it."""
+        return len(self.captured.ledger) + len(self.captured.failures)
+
+    def memory(self) -> list[dict[str, Any]]:
+        """One row per captured bucket: milliseconds and bytes."""
+        return self.captured.memory()
 
     def close(self) -> None:
         """Gives recordings and buffers back."""

@@ -95,6 +95,49 @@ def _why(wanted: bool, switch: str, switches: Collection[str]) -> Miss | None:
     return None if wanted else Miss(Reason.BACKEND_EAGER)
 
 
+@dataclass(frozen=True, slots=True)
+class SelectionRule:
+    """For which steps the selection is recorded too (T9b); ``lab.selection_rule`` makes it of recorded costs.
+
+    Attributes:
+        limits: by room for cached tokens, ascending, the most tokens of such a step, 0 for none; empty without costs.
+    """
+
+    limits: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def rooms(self) -> dict[int, int]:
+        """Rooms in which some step is recorded, and the most tokens of one."""
+        return {room: limit for room, limit in self.limits if limit}
+
+    def room_for(self, tokens: int, cached: int) -> int | Miss:
+        """The room for cached tokens of the recording that a step replays, or why its selection stays a break.
+
+        Args:
+            tokens: fresh tokens of the step.
+            cached: cached ones, of all its requests.
+        """
+        room, limit = next((each for each in self.limits if each[0] >= cached), (0, 0))
+        if tokens <= limit:
+            return room
+        if not self.limits:
+            known = "no costs of this model on this kind of device are recorded; cglab bench dsa records them"
+        elif room < cached:
+            known = "no room for that many was measured"
+        else:
+            known = f"with room for {room} it won up to {limit}"
+        return Miss(Reason.LIVE_EXTENT, f"{tokens} tokens after {cached} cached: {known}")
+
+    def why_break(self, tokens: int, cached: int) -> Miss | None:
+        """Why the selection of a step stays a break; None where it is recorded. Arguments as ``room_for``."""
+        found = self.room_for(tokens, cached)
+        return found if isinstance(found, Miss) else None
+
+    def __str__(self) -> str:
+        told = [f"up to {limit} tokens with room for {room} cached" for room, limit in self.rooms.items()]
+        return "the selection is recorded " + (", ".join(told) or "nowhere")
+
+
 def floor_by_rule(buckets: Sequence[int], rows: int) -> int:
     """S3's floor: the smallest bucket of which even the shortest step has more rows than where kernels change.
 

@@ -135,9 +135,8 @@ class DsaPrefillRunner(PrefillRunner):
 
     def coverages(self) -> dict[str, Coverage]:
         """See ``Runner``: of the prefill, and of each part that is a technique."""
-        counts = self.coverage()
-        parts = {
-            name: coverage_of_part(counts, lambda size, part=part: getattr(self.parts_at(size), part))  # type: ignore[misc]
-            for name, part in PARTS.items()
-        }
-        return {self.technique: counts, **parts}
+        return {self.technique: self.coverage(), **{name: self.covered(part) for name, part in PARTS.items()}}
+
+    def covered(self, part: str) -> Coverage:
+        """How often a part of ``Parts`` was recorded, and why not where it was a break."""
+        return coverage_of_part(self.coverage(), lambda size: getattr(self.parts_at(size), part))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -75,6 +75,28 @@ def recorded_growth(recorded: Recorded) -> go.Figure:
         made.update_xaxes(title_text=title, ticktext=names, **size_axis(sizes), col=column)
     made.update_yaxes(rangemode="tozero")
     return made.update_yaxes(title_text="step time (ms)", col=1)
+
+
+def recorded_host(recorded: Recorded) -> go.Figure:
+    """What a captured step costs the host beyond the bare graph's ``replay()``, by batch, a line a model.
+
+    Deciding and checking addresses know no batch; copying the inputs in has more to do for a larger one.
+    """
+    told = (each for each in recorded.records if isinstance(each.metrics.get("host_us"), float))
+    curves = [curve for curve in _curves(told) if curve.axis == "batch"]
+    if not curves:
+        return empty("Host cost of a step by batch: not recorded yet", str(recorded))
+    made = figure(f"Host cost of a captured step beyond its bare replay, {recorded.device}", recorded.note)
+    for curve, dash in zip(curves, cycle(DASHES), strict=False):
+        made.add_scatter(
+            x=curve.sizes, y=[record.metrics["host_us"] for record in curve.records], mode="lines+markers",
+            name=f"{curve.model}, {curve.arm}", line={"color": colour(curve.arm), "width": 2, "dash": dash},
+            marker={"size": 7}, hovertemplate="batch %{x}: %{y:.4g} µs",
+        )  # fmt: skip
+    sizes = sorted({size for curve in curves for size in curve.sizes})
+    made.update_xaxes(title_text="batch size (requests)", **size_axis(sizes))
+    made.update_layout(showlegend=True)
+    return made.update_yaxes(title_text="host time of a step (µs)", rangemode="tozero")
 
 
 def _curves(records: Iterable[Record]) -> list[_Curve]:

@@ -18,7 +18,7 @@ from cglab.lab.comparison import Comparison
 from cglab.lab.planning import PHASES, PhasePlan
 from cglab.lab.sweep import Sweep
 from cglab.ui.accepted import accepted
-from cglab.ui.growth import recorded_capture, recorded_growth, recorded_scheduler
+from cglab.ui.growth import recorded_capture, recorded_growth, recorded_host, recorded_scheduler
 from cglab.ui.loads import occupancy, ttft
 from cglab.ui.peers import recorded_token
 from cglab.ui.pipeline import pipeline_sweep, recorded_pipeline
@@ -59,6 +59,7 @@ __all__ = [
     "recorded_decode",
     "recorded_graph",
     "recorded_growth",
+    "recorded_host",
     "recorded_pipeline",
     "recorded_planner",
     "recorded_prefill",

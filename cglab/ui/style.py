@@ -22,6 +22,7 @@ COLOURS = {
     "breakable": "#E69F00",
     "graph": "#009E73",
     "fused": "#882255",
+    "auto": "#56B4E9",
     "breaks": "#D55E00",
     "floor": INK,
     "plan": "#0072B2",
@@ -49,28 +50,41 @@ def faded(colour_code: str, opacity: float) -> str:
 
 @cache
 def template() -> go.layout.Template:
-    """The ``cglab`` template: plotly_white with the lab's colours, fonts and margins."""
+    """The ``cglab`` template: on white, with the lab's colours, fonts and margins.
+
+    It stands alone and holds what the lab draws, bars and lines: every stored figure carries a copy, and on plotly's
+    own, with its globes and surfaces, that copy would be larger than most figures.
+    """
     axis = {
         "title": {"standoff": 10, "font": {"size": 13}}, "automargin": True, "linecolor": PALE, "showline": True,
-        "ticks": "outside", "tickcolor": PALE, "gridcolor": "#EEEEEE", "zerolinecolor": PALE,
+        "ticks": "outside", "tickcolor": PALE, "gridcolor": "#EEEEEE", "zerolinecolor": PALE, "zerolinewidth": 2,
     }  # fmt: skip
-    own = go.layout.Template(
+    pattern = {"fillmode": "overlay", "size": 10, "solidity": 0.2}
+    edge = {"line": {"color": "white", "width": 0.5}}
+    errors = {"error_x": {"color": INK}, "error_y": {"color": INK}}
+    return go.layout.Template(
+        data={
+            "bar": [{"marker": {**edge, "pattern": pattern}, **errors}],
+            "scatter": [{"fillpattern": pattern, **errors}],
+        },
         layout={
             "colorway": [*dict.fromkeys(code for code in COLOURS.values() if code != INK), "#56B4E9"],
             "font": {"family": "Open Sans, DejaVu Sans, Arial, sans-serif", "size": 13, "color": INK},
+            "paper_bgcolor": "white", "plot_bgcolor": "white", "autotypenumbers": "strict",
             "title": {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top",
                       "pad": {"l": 12, "t": 14}, "font": {"size": 16}},
             "margin": {"l": 20, "r": 24, "t": 72, "b": 88},
             # At the bottom edge of the picture, where no title and no axis can meet it.
             "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom",
                        "title": {"text": ""}, "traceorder": "normal"},
+            "hovermode": "closest",
             "hoverlabel": {"align": "left"},
             "bargap": 0.35,
+            "annotationdefaults": {"arrowcolor": INK, "arrowhead": 0, "arrowwidth": 1},
             "xaxis": axis,
             "yaxis": axis,
-        }
+        },
     )  # fmt: skip
-    return pio.templates.merge_templates("plotly_white", own)
 
 
 def register_template() -> None:

@@ -1,6 +1,7 @@
 """techniques, results and published: the formats that other programs read."""
 
 import json
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -130,7 +131,29 @@ def test_an_unmet_claim_is_status_1(ask, ask_json, data, monkeypatch, step_ms, s
     )
     status, out, _ = ask("results", "--claims")
     assert status == exit_status
+    assert re.search(rf"^G1 +{state} .* {step_ms:.4g} +<= 1.3$", out, re.MULTILINE)
+    assert out.startswith(f"{int(state == 'met')} met, ") and "; 0 of them by older code" in out
+    status, out, _ = ask("results", "--claims", "G1")
+    assert status == exit_status
     assert f"G1 {state}, by this code" in out and f"{step_ms:.4g}, wanted <= 1.3" in out
+
+
+def test_claims_are_a_line_each_and_those_asked_for_are_told_with_their_parts(ask, data):
+    claims = {claim.id: claim for claim in load_claims()}
+    lines = ask("results", "--claims")[1].splitlines()
+    assert [sum(line.startswith(f"{name} ") for line in lines) for name in claims] == [1] * len(claims)
+    assert max(map(len, lines)) <= 150
+    told = ask("results", "--claims", "G2")[1]
+    assert told.startswith("G2 unmeasured\n") and "G1 " not in told
+    assert all(f"{part.name}: not recorded" in told for part in claims["G2"].parts)
+    everything = ask("results", "--claims", "all")[1]
+    assert all(part.name in everything for claim in claims.values() for part in claim.parts)
+
+
+def test_an_unknown_claim_is_told_with_those_that_there_are(ask, data):
+    status, out, error = ask("results", "--claims", "G77")
+    assert (status, out) == (2, "")
+    assert "'G77' is no claim; there are G1, " in error
 
 
 def test_published_tables_are_whole(ask, ask_json):

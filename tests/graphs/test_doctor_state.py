@@ -2,6 +2,8 @@
 
 import sys
 import textwrap
+import tomllib
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -9,223 +11,12 @@ import torch
 
 import cglab
 
-HEAD = """
-import functools
-from collections import deque
-from contextlib import contextmanager
-from types import SimpleNamespace
-import numpy as np
-import torch
-import cglab
-from torch import nn
-st, seen = {"n": 0}, []
-"""
-
-CHANGED = {
-    "after a break in the same line": """
-        @cglab.eager_break
-        def soft(x):
-            return x * 2
-        def step(x):
-            seen.append(soft(x).shape[0])  #
-            return x + 1
-        """,
-    "after a helper in the same line": """
-        def helper(x):
-            return x * 2
-        def step(x):
-            seen.append(helper(x).shape[0])  #
-            return x + 1
-        """,
-    "after a helper that raises in the same line": """
-        def helper(x):
-            raise ValueError
-        def step(x):
-            try:
-                helper(x)
-            except ValueError:
-                seen.append(1)  #
-            return x + 1
-        """,
-    "after a generator in the same line": """
-        def rows(x):
-            yield x.shape[0]
-            yield x.shape[1]
-        def step(x):
-            seen.append(sum(rows(x)))  #
-            return x + 1
-        """,
-    "under no_grad": """
-        @torch.no_grad()
-        def step(x):
-            st["n"] += 1  #
-            return x * 2
-        """,
-    "under inference_mode": """
-        @torch.inference_mode()
-        def step(x):
-            st["n"] += 1  #
-            return x * 2
-        """,
-    "in a context manager": """
-        @contextmanager
-        def counted():
-            st["n"] += 1  #
-            yield
-        def step(x):
-            with counted():
-                return x * 2
-        """,
-    "in a module's forward under no_grad": """
-        class Step(nn.Module):
-            @torch.no_grad()
-            def forward(self, x):
-                st["n"] += 1  #
-                return x * 2
-        step = Step()
-        """,
-    "in an attribute of a class": """
-        class K:
-            n = 0
-        def step(x):
-            K.n += 1  #
-            return x * 2
-        """,
-    "in a list of a class": """
-        class Step:
-            seen = []
-            def __call__(self, x):
-                self.seen.append(1)  #
-                return x * 2
-        step = Step()
-        """,
-    "in an attribute of a function": """
-        def counting(function):
-            @functools.wraps(function)
-            def call(x):
-                call.calls += 1  #
-                return function(x)
-            call.calls = 0
-            return call
-        @counting
-        def step(x):
-            return x * 2
-        """,
-    "by an inherited method": """
-        class Base:
-            def count(self):
-                st["n"] += 1  #
-        class Step(Base):
-            def __call__(self, x):
-                self.count()
-                return x * 2
-        step = Step()
-        """,
-    "by a property": """
-        class Step:
-            @property
-            def scale(self):
-                st["n"] += 1  #
-                return 2
-            def __call__(self, x):
-                return x * self.scale
-        step = Step()
-        """,
-    "by a static method": """
-        class K:
-            @staticmethod
-            def scale():
-                st["n"] += 1  #
-                return 2
-        def step(x):
-            return x * K.scale()
-        """,
-    "by a class method": """
-        class K:
-            @classmethod
-            def scale(cls):
-                st["n"] += 1  #
-                return 2
-        def step(x):
-            return x * K.scale()
-        """,
-    "in a slot": """
-        class Step:
-            __slots__ = ("n",)
-            def __call__(self, x):
-                self.n += 1  #
-                return x * 2
-        step = Step()
-        step.n = 0
-        """,
-    "in a default of a keyword": """
-        def step(x, *, kept=[]):
-            kept.append(1)  #
-            return x * 2
-        """,
-    "in a namespace": """
-        state = SimpleNamespace(n=0)
-        def step(x):
-            state.n += 1  #
-            return x * 2
-        """,
-    "in a bytearray": """
-        raw = bytearray(2)
-        def step(x):
-            raw[0] += 1  #
-            return x * 2
-        """,
-    "in an array": """
-        table = np.zeros(2)
-        def step(x):
-            table[0] += 1  #
-            return x * 2
-        """,
-    "in a full deque": """
-        last = deque([0, 1], maxlen=2)
-        def step(x):
-            last.append(last[-1] + 1)  #
-            return x * 2
-        """,
-    "in a set of the same size": """
-        ids = {0}
-        def step(x):
-            ids.add(ids.pop() + 1)  #
-            return x * 2
-        """,
-    "in a dict of the user's with attributes": """
-        class Table(dict):
-            n = 0
-        table = Table()
-        table.n = 0
-        def step(x):
-            table.n += 1  #
-            return x * 2
-        """,
-    "in a list whose tensors are new": """
-        class Step:
-            kept = ()
-            def __call__(self, x):
-                self.kept = (torch.ones(2), *self.kept)  #
-                return x * 2
-        step = Step()
-        """,
-}
-
-UNCHANGED = {
-    "a shape kept": "self.shape = x.shape",
-    "a tuple kept": "self.sizes = (x.shape[0], 2.0)",
-    "a list kept": "self.sizes = [x.shape[0]]",
-    "shapes kept": "self.sizes = [tuple(x.shape), tuple(x.shape)]",
-    "a dict kept": "self.sizes = {'rows': x.shape[0]}",
-    "a set kept": "self.sizes = {x.shape[0], 'rows'}",
-    "a slice of a class's": "self.sizes = self.known[:1]",
-}
+CASES = tomllib.loads(Path(__file__).with_name("doctor_state.toml").read_text())
 
 
 def planted(tmp_path, source):
     """The function, and the numbers of the lines that are marked with ``#``."""
-    text = HEAD + textwrap.dedent(source)
+    text = CASES["head"] + textwrap.dedent(source)
     file = tmp_path / "planted.py"
     file.write_text(text)
     scope = {"__name__": "planted"}
@@ -241,21 +32,21 @@ def module(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "planted", known)
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("name", CASES["changed"])
 def test_state_that_a_call_changes_is_told_at_its_line(tmp_path, module, name):
-    step, lines = planted(tmp_path, CHANGED[name])
+    step, lines = planted(tmp_path, CASES["changed"][name])
     report = cglab.doctor(step, torch.ones(2, 2))
     found = {each.place.line for each in report.findings if each.kind == "MutatedState"}
     assert found == lines and len(lines) == 1, str(report)
 
 
-@pytest.mark.parametrize("name", UNCHANGED)
+@pytest.mark.parametrize("name", CASES["unchanged"])
 def test_an_equal_value_in_a_new_object_is_no_change(tmp_path, module, name):
     source = f"""
         class Step(nn.Module):
             known = [1, 2]
             def forward(self, x):
-                {UNCHANGED[name]}
+                {CASES["unchanged"][name]}
                 return x * 2
         step = Step()
         """

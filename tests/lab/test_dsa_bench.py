@@ -7,7 +7,9 @@ import torch
 
 from cglab.errors import InputError
 from cglab.lab.dsa_bench import GRID, NAMES, QUICK_GRID, dsa
+from cglab.lab.dsa_sweep import load_of
 from cglab.lab.profiles import results_folder
+from cglab.lab.ttft_grid import Point
 from cglab.measure.claims import evaluate, load_claims
 from cglab.measure.records import append
 
@@ -85,9 +87,14 @@ def test_g6_is_computed_from_such_records_once_a_gpu_made_them(records):
         )
         for record in records
     ]  # fmt: skip
-    (found,) = evaluate(claims, on_gpu, tree="")
+    drafting = [
+        replace(on_gpu[0], bench="dsa_ablation", arm=arm, metrics={"graph_gb": graph_gb, "cache_gb": 2.0})
+        for arm, graph_gb in (("none", 1.0), ("T8+T9+T10", 0.9))
+    ]
+    (found,) = evaluate(claims, [*on_gpu, *drafting], tree="")
     states = {part.name: part.status for part in found.parts}
     assert states["bitwise against the arm with breaks"] == "met"
+    assert states["KV pool over that without T8, T9 and T10"] == "met"
     assert "unmeasured" not in states.values()
 
 
@@ -99,7 +106,13 @@ def test_the_grid_is_s3_s_but_for_its_longest_prefixes():
     assert len(GRID) == len(fresh) + len(cached)
 
 
-@pytest.mark.parametrize("options", [{"tokens": (3,)}, {"new_tokens": 0}])
+def test_s3_a_lane_has_eight_requests_or_as_many_as_are_asked_for():
+    gpu = torch.device("cuda")
+    assert [load_of(Point(512, 0, many), 2, gpu).count for many in (1, 4, 16)] == [16, 32, 128]
+    assert [load_of(Point(512, 0, many), 2, gpu, 2).count for many in (1, 4, 16)] == [16, 8, 32]
+
+
+@pytest.mark.parametrize("options", [{"tokens": (3,)}, {"new_tokens": 0}, {"per_lane": 0}])
 def test_what_asks_for_nothing_is_told_before_a_model_is_opened(monkeypatch, options):
     monkeypatch.setattr("cglab.lab.dsa_bench.open_for", None)
     with pytest.raises(InputError, match=r"ask for some of the grid's"):

@@ -190,10 +190,8 @@ def one_load(monkeypatch):
     return loads["agentic"]
 
 
-def test_the_plan_is_never_slower_than_sglangs_list_at_its_memory(one_load, tmp_path, monkeypatch, root):
-    monkeypatch.setenv("CGLAB_DATA", str(tmp_path))
-    models = [str(root / "data/models/pico-gqa")]
-    records = list(planner_bench.planner(CPU, quick=True, models=models, keep=True))
+def test_the_plan_is_never_slower_than_sglangs_list_at_its_memory(one_load, tmp_path):
+    records = list(planner_bench.planner(CPU, quick=True, traces=str(tmp_path)))
     assert [(each.workload["phase"], each.arm) for each in records] == [
         (phase, arm) for phase in ("prefill", "decode") for arm in ("plan", "sglang")
     ]
@@ -201,7 +199,7 @@ def test_the_plan_is_never_slower_than_sglangs_list_at_its_memory(one_load, tmp_
         assert chosen.metrics["time_ms"] <= listed.metrics["time_ms"]
         assert chosen.metrics["memory_mb"] <= listed.metrics["memory_mb"]
         assert chosen.metrics["ok"] is True
-    trace = load_size_trace("agentic")
+    trace = load_size_trace("agentic", tmp_path)
     assert trace.phases == {
         p: {int(n): c for n, c in sizes.items()}
         for p, sizes in records[0].workload["trace"]["phases"].items()
@@ -223,10 +221,18 @@ def test_quick_traces_are_kept_nowhere(one_load, tmp_path, monkeypatch, root):
     assert not (tmp_path / "traces").exists()
 
 
+def test_quick_traces_replace_none_of_the_full_loads(tmp_path, monkeypatch):
+    monkeypatch.setenv("CGLAB_DATA", str(tmp_path))
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "traces")
+    for folder in ("traces", "elsewhere"):
+        with pytest.raises(InputError, match="give traces another folder"):
+            next(planner_bench.planner(CPU, traces=str(tmp_path / folder)))
+
+
 def test_steps_above_the_capture_limit_have_costs_too(one_load, monkeypatch):
     """A lab captures up to its limit; a trace has longer steps, and the plan may serve them or leave them eager."""
     monkeypatch.setattr("cglab.lab.prefill_limit.PREFILL_LIMIT", 8)
-    records = list(planner_bench.planner(CPU, quick=True, keep=False))
+    records = list(planner_bench.planner(CPU, quick=True))
     assert all(each.metrics["ok"] for each in records)
     assert max(int(size) for size in records[0].workload["trace"]["phases"]["prefill"]) > 8
 

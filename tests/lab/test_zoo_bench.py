@@ -100,7 +100,7 @@ def test_the_bench_records_each_module_with_what_was_found():
 
 
 def test_the_table_has_the_newest_run_with_what_stops_a_whole_capture(tmp_path):
-    assert Zoo().text(tmp_path) == Zoo.not_yet
+    assert Zoo().text(tmp_path) == Zoo().not_yet
     for names in (["encoder"], ["encoder-masked", "unet-block", "mixtral-loop"]):
         append(tmp_path / "zoo.jsonl", zoo(CPU, modules=names))
     where, _, _, _, *lines = Zoo().text(tmp_path).splitlines()

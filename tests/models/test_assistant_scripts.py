@@ -184,6 +184,8 @@ def test_a_few_steps_of_training_lower_the_loss_and_the_folder_reads_back_to_the
     (tmp_path / "manifest.json").write_text(json.dumps(card))
     (tmp_path / "continuations.json").write_text(json.dumps({"continuations_sha256": "0" * 64}))
     out = tmp_path / "drafts" / "draft"
+    out.mkdir(parents=True)
+    (out / "model.safetensors").write_bytes(b"of an earlier training")
     script("draft_card").write_draft(assistant, tmp_path, out, card | {"name": "draft"})
     assert sorted(path.name for path in out.iterdir()) == sorted(
         path.name for path in (root / SHIPPED).iterdir()

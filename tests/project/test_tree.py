@@ -21,6 +21,7 @@ WORDS = ["cla" + "ude", "co-authored" + "-by", "this ses" + "sion", "anth" + "ro
 FORBIDDEN = re.compile("|".join(map(re.escape, HOSTS + WORDS)), re.IGNORECASE)
 OWN_PATH = re.compile(r"(?<![\w.~/$)}-])/(?:home|root|work|Users)/\w")
 LONGEST_FILE = 300  # lines
+MOST_BYTES = 30 << 20  # of all tracked files: the whole tree is carried to a GPU machine, often
 
 
 def offences(text: str) -> list[str]:
@@ -63,6 +64,12 @@ def test_modules_are_short_and_open_with_what_they_are_for(root):
         source = path.read_text()
         assert len(source.splitlines()) <= LONGEST_FILE, path
         assert not source.strip() or ast.get_docstring(ast.parse(source)), path
+
+
+def test_all_files_together_are_small(root):
+    sizes = {str(path.relative_to(root)): path.stat().st_size for path in tracked(root)}
+    largest = sorted(sizes, key=sizes.__getitem__)[-10:]
+    assert sum(sizes.values()) < MOST_BYTES, largest
 
 
 def test_a_warning_of_the_library_is_an_error():

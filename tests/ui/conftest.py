@@ -224,7 +224,8 @@ def growth_records():
     records = [
         measured(
             "growth", arm, {"batch": batch, "context": context, "cache": cache},
-            {"step_ms": 20.0 if arm == "eager" else 4.0 + batch * context / 8192, "floor_ms": 3.5},
+            {"step_ms": 20.0 if arm == "eager" else 4.0 + batch * context / 8192, "floor_ms": 3.5}
+            | ({"host_us": 100.0 + batch} if arm == "full" else {}),
         )
         for batches, contexts, cache in series
         for batch in batches

@@ -42,6 +42,7 @@ def views(make, records):
         "recorded_decode": newest("decode", records).plot,
         "recorded_graph": make.recorded_graph().plot,
         "recorded_growth": newest("growth", make.growth_records()).plot,
+        "recorded_host": lambda: plots.recorded_host(newest("growth", make.growth_records())),
         "recorded_pipeline": newest("pipeline", make.pipeline_records()).plot,
         "pipeline_sweep": lambda: plots.pipeline_sweep([("eager", 8, 1.0), ("breakable", 8, 3.0)], "By cap"),
         "recorded_planner": newest("planner", make.planner_records()).plot,
@@ -395,6 +396,13 @@ def test_the_schedulers_view_has_the_parts_by_both_axes_in_order(make):
     assert [list(trace.x) for trace in drawn.data] == [[1, 8]] * 4 + [[0, 8]] * 4
     assert [trace.name for trace in drawn.data][:4] == ["plan", "inputs", "commit", "step"]
     assert "14 µs and 7 µs a request" in drawn.layout.title.subtitle.text
+
+
+def test_host_cost_is_drawn_against_the_batch_alone_and_of_captured_steps_alone(make):
+    (line,) = plots.recorded_host(newest("growth", make.growth_records())).data
+    assert (line.name, list(line.x), list(line.y)) == ("qwen3-8b, full", [1, 2, 4], [101.0, 102.0, 104.0])
+    title, note = heading(plots.recorded_host(newest("growth", [])))
+    assert "not recorded yet" in title and "no growth result of a GPU" in note
 
 
 def test_the_picture_of_a_graph_has_every_node_and_edge_of_its_table(make):
