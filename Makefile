@@ -59,7 +59,7 @@ soak: $(STAMP) ## the exhaustive and long tests, and guards taken away
 	$(call LIMIT,3600) $(BIN)/python scripts/mutation_check.py
 
 audit: $(AUDIT)/bin/pip-audit ## ask the network for known vulnerabilities of all that is pinned
-	$(call LIMIT,600) $(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off --requirement constraints.txt
+	$(call LIMIT,600) $(AUDIT)/bin/python scripts/audit.py
 
 # $(call NEW_VENV,FOLDER) makes an environment. A half-made one has no pip and is made anew.
 define NEW_VENV

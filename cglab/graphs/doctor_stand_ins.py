@@ -20,6 +20,7 @@ from cglab.graphs.places import place_of_stack
 from cglab.graphs.refusals import HOST_READ_ADVICE
 
 FORK_ADVICE = "fork with side.wait_stream(current), and join with current.wait_stream(side)"
+ASKS = "asks the device how far it is, and a capture runs nothing"
 
 Tell = Callable[[CaptureError, Place | None], None]
 
@@ -69,11 +70,11 @@ class Streams:
         elif stream in self._inside:
             self._tell(unjoined("the capture waits for a stream that takes no part in it"), place)
 
-    def wait_on_host(self, operation: str) -> None:
-        """The host waits for the device."""
+    def wait_on_host(self, operation: str, does: str = "makes the host wait for the device") -> None:
+        """The host waits for the device, or asks how far it is."""
         self.used = True
         if capturing():
-            what = f"{operation}() makes the host wait for the device"
+            what = f"{operation}() {does}"
             place = place_of_stack(sys._getframe())
             self._tell(HostReadError(what, operation=operation, advice=HOST_READ_ADVICE), place)
 
@@ -195,6 +196,11 @@ class Stream:
         """The host waits."""
         self._streams.wait_on_host("Stream.synchronize")
 
+    def query(self) -> bool:
+        """Whether what is queued here is done: it is, on a CPU."""
+        self._streams.wait_on_host("Stream.query", ASKS)
+        return True
+
 
 class Event:
     """Stands in for ``torch.cuda.Event``.
@@ -218,3 +224,8 @@ class Event:
     def synchronize(self) -> None:
         """The host waits."""
         self._streams.wait_on_host("Event.synchronize")
+
+    def query(self) -> bool:
+        """Whether what it marks is done: it is, on a CPU."""
+        self._streams.wait_on_host("Event.query", ASKS)
+        return True

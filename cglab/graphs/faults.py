@@ -18,10 +18,12 @@ class Plan:
 
     Attributes:
         at: index of the operation, from 0; None only counts.
+        kind: of the exception.
         seen: operations reached so far.
     """
 
     at: int | None
+    kind: type[Exception] = PlannedFault
     seen: int = 0
 
 
@@ -29,9 +31,9 @@ _plan: ContextVar[Plan | None] = ContextVar("cglab_fault", default=None)
 
 
 @contextmanager
-def planned(at: int | None) -> Iterator[Plan]:
-    """Raises ``PlannedFault`` when operation ``at`` of a recording is reached; counts the operations."""
-    plan = Plan(at)
+def planned(at: int | None, kind: type[Exception] = PlannedFault) -> Iterator[Plan]:
+    """Raises an exception of ``kind`` when operation ``at`` of a recording is reached; counts the operations."""
+    plan = Plan(at, kind)
     token = _plan.set(plan)
     try:
         yield plan
@@ -51,4 +53,4 @@ def reach(operation: str) -> None:
         return
     index, plan.seen = plan.seen, plan.seen + 1
     if index == plan.at:
-        raise PlannedFault(f"planned fault at operation {index}, {operation}")
+        raise plan.kind(f"planned fault at operation {index}, {operation}")

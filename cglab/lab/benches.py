@@ -15,10 +15,13 @@ from cglab.lab.capture_bench import capture
 from cglab.lab.choices_bench import choices
 from cglab.lab.decode_bench import decode
 from cglab.lab.dflash_bench import dflash
+from cglab.lab.differential_bench import differential
+from cglab.lab.doctor_bench import doctor_overhead
 from cglab.lab.dsa_ablation_bench import dsa_ablation
 from cglab.lab.dsa_arms_bench import dsa_arms
 from cglab.lab.dsa_bench import dsa
 from cglab.lab.engines_bench import engines
+from cglab.lab.fault_sweep import fault_bench
 from cglab.lab.first_token_bench import first_token
 from cglab.lab.growth_bench import growth
 from cglab.lab.load_bench import load
@@ -127,7 +130,17 @@ BENCHES: Mapping[str, Bench] = {
     "recovery": Bench(
         "a fault at every recorded operation of a capture, and what is left afterwards", recovery
     ),
+    "faults": Bench(
+        "a fault at recorded operations and no memory at buckets, in the captures of every technique's runners",
+        fault_bench,
+        quick=("sample",),
+    ),
     "parity": Bench("random sequences of batches against the three oracles", parity, quick=("cases",)),
+    "differential": Bench(
+        "very many random steps of every technique, each to the bit beside padded eager",
+        differential,
+        quick=("steps",),
+    ),
     "requests": Bench("whole requests in every mode against the three oracles", requests),
     "speculation": Bench(
         "held-out prompts drafted and verified in every form, against plain decoding and the three oracles",
@@ -136,6 +149,10 @@ BENCHES: Mapping[str, Bench] = {
     ),
     "soak": Bench("a fixed sequence of decode steps, many times from the same state: hashes, memory", soak),
     "zoo": Bench("modules that nobody here wrote: the doctor's findings, what is captured, parity", zoo),
+    "doctor": Bench(
+        "an examination by the doctor beside a plain call, for functions of several kinds: overhead",
+        doctor_overhead,
+    ),
     "notebooks": Bench("every notebook under nbval, on the model of CGLAB_MODEL", suites.notebooks),
     "gpu-tests": Bench("the tests that need a CUDA device", suites.gpu_tests),
 }

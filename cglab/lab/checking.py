@@ -24,7 +24,7 @@ from cglab.lab.verdicts import TechniqueParity
 from cglab.models.loading import LoadedModel, find_model, load_model, random_model
 from cglab.models.ops import check_ops
 
-CASES: Mapping[str, Callable[..., StepOracles[Any]]] = {
+CASES: Mapping[str, type[StepOracles[Any]]] = {
     "decode": DecodeOracles, "verify": VerifyOracles, "draft_loop": LoopOracles, "seed_step": SeedOracles,
     "draft_sampler": BlockOracles, "prefill": PrefillOracles, "pp_prefill": PipelineOracles,
     "dsa_attention": SparseAttentionOracles, "dsa_indexer_prep": IndexerOracles, "draft_extend": ExtendOracles,

@@ -180,7 +180,7 @@ class StepOracles(ABC, Generic[R]):
         live = step.rows * self.width
         if wrong := [leaf.shape[0] for leaf in leaves(output) if leaf.shape[0] != live]:
             self._off(Deviation(1, where, f"{wrong[0]} rows came out for {live} live ones"))
-            output = _head(output, live)
+            output = head(output, live)
         got = self._outcome(runner, output, step)
         if replayed and not wrong:
             size = min(n for n in runner.serving(step.live).captured.captured_sizes if n >= step.rows)
@@ -241,7 +241,7 @@ class StepOracles(ABC, Generic[R]):
         for height, way in [*ways, (step.rows, sdpa_kernel(SDPBackend.MATH))]:
             with self._from(state), way:
                 taller = runner.run_live_eager(step.live, **self._padded(step, height))
-                other = self._outcome(runner, _head(taller, step.rows * self.width), step)
+                other = self._outcome(runner, head(taller, step.rows * self.width), step)
             for name, kind in self._kinds.items():
                 if name in want:
                     self.drift.allow(kind, other[name], want[name])
@@ -293,7 +293,7 @@ class StepOracles(ABC, Generic[R]):
         self.group.close()
 
 
-def _head(output: Any, rows: int) -> Any:
+def head(output: Any, rows: int) -> Any:
     """The first rows of every tensor of a step's output."""
     if not isinstance(output, tuple):
         return output[:rows]

@@ -59,13 +59,13 @@ def recovery_sweep(
             ops="portable",  # faults are planned at operators, which a compiled region has none of
         ) as lab,
         steady_decode(lab.engine, 2, 20) as step,
-        _frozen_heap(),
+        frozen_heap(),
     ):
         wanted = lab.runner("eager").run(step.live, **step.inputs)[1].clone()
         with faults.planned(None) as plan:
             _attempt(lab, mode, step)
         count = plan.seen
-        tried = list(indices) if indices is not None else _spread(count, sample)
+        tried = list(indices) if indices is not None else spread(count, sample)
         swept = Swept(count, tried)
         level = _level(lab)
         for index in tried:
@@ -86,7 +86,7 @@ def recovery_sweep(
 
 
 @contextmanager
-def _frozen_heap() -> Iterator[None]:
+def frozen_heap() -> Iterator[None]:
     """Every capture collects garbage first; what is alive before the sweep need not be looked through each time."""
     gc.collect()
     gc.freeze()
@@ -96,7 +96,8 @@ def _frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _spread(count: int, sample: int | None) -> list[int]:
+def spread(count: int, sample: int | None) -> list[int]:
+    """Indices below ``count``: so many, evenly spread, first and last among them; all for None."""
     if sample is None or sample >= count:
         return list(range(count))
     return sorted({round(i * (count - 1) / (sample - 1)) for i in range(sample)})

@@ -19,6 +19,9 @@ from cglab.settings import user_path
 
 DEVICES: Final = ("cuda", "cpu")
 LOOPBACK: Final = "127.0.0.1"
+SECRETS: Final = ("--api-key", "--admin-api-key")
+"""Arguments that no arm may have. SGLang takes a key as an argument alone, and hands it on: to its log, to
+``/server_info``, and so to records, while ``/metrics`` and ``/health`` stay open. A server is protected by loopback."""
 SHIM: Final = Path(__file__).parent / "shim"
 OURS: Final = ("--host", "--port", "--model-path", "--model", "--device")
 """Arguments that the lab gives itself."""
@@ -116,6 +119,11 @@ def command(
         ToggleError: this version has no switch for a toggle.
         ModelError: there is no such model.
     """
+    if secret := sorted({word.partition("=")[0] for word in arm.arguments} & set(SECRETS)):
+        raise InputError(
+            f"{secret[0]} of arm {arm.name} would stand in its log and its records; leave it out: the server listens "
+            f"on {LOOPBACK} alone"
+        )
     toggled = settings(arm.toggles, installed)
     given = tuple(_check(arm.arguments, installed))
     if clash := sorted(set(given) & {*OURS, *toggled.arguments[::2]}):

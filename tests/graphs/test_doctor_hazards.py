@@ -132,6 +132,28 @@ HAZARDS = {
             done.synchronize()  #! HostReadError
             return y
         """,
+    "a stream is waited for": """
+        def step(x):
+            y = x * 2
+            torch.cuda.current_stream().synchronize()  #! HostReadError
+            return y
+        """,
+    "a stream is asked": """
+        def step(x):
+            y = x * 2
+            if torch.cuda.current_stream().query():  #! HostReadError
+                y = y + 1
+            return y
+        """,
+    "an event is asked": """
+        def step(x):
+            y = x * 2
+            done = torch.cuda.Event()
+            done.record()
+            while not done.query():  #! HostReadError
+                pass
+            return y
+        """,
     "a number drawn by Python": """
         def step(x):
             return x * random.random()  #! MutatedState

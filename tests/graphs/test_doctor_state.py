@@ -4,7 +4,7 @@ import sys
 import textwrap
 import tomllib
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +66,14 @@ def test_an_input_named_as_the_function_hides_nothing_of_it():
     report = cglab.doctor(bias, x=torch.ones(2), bias=1.0, function=2.0)
     assert [each.kind for each in report.findings] == ["MutatedState"]
 
+    def shift(x, shift):
+        own.total += 1
+        return x + shift.by
+
+    own, shift.total = shift, 0
+    report = cglab.doctor(shift, x=torch.ones(2), shift=SimpleNamespace(total=0, by=1.0))
+    assert [each.kind for each in report.findings] == ["MutatedState"]
+
 
 class Hostile(dict):
     """Answers nothing."""
@@ -73,7 +81,7 @@ class Hostile(dict):
     def _refuse(self, *_):
         raise RuntimeError("not for you")
 
-    items = keys = values = __repr__ = __len__ = __iter__ = __getattr__ = _refuse
+    items = keys = values = get = __repr__ = __len__ = __iter__ = __getattr__ = _refuse
 
     def __hash__(self):
         return 1

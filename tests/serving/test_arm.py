@@ -89,6 +89,8 @@ def test_what_a_cluster_needs_is_passed_through(installed):
         ({"arguments": ("--dtype",)}, "cannot be None"),
         ({"arguments": ("--nnodes", "1", "--nnodes=2")}, "given twice"),
         ({"arguments": ("--port", "1")}, "--port of arm a is given by the lab itself"),
+        ({"arguments": ("--api-key", "x")}, "--api-key of arm a would stand in its log and its records"),
+        ({"arguments": ("--admin-api-key=x",)}, "leave it out: the server listens on 127.0.0.1 alone"),
         ({"arguments": ("--model", "x")}, "--model of arm a is given by the lab itself"),
         (
             {"arguments": ("--cuda-graph-backend-decode", "full"), "toggles": {"decode": "eager"}},

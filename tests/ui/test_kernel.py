@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 from jupyter_client.manager import KernelManager
@@ -88,3 +89,76 @@ def test_n12_the_interpreter_ends_in_the_middle_of_a_run(ending, environment):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
     )
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
+
+
+LAB = """
+import json, os, signal
+import cglab
+from cglab.graphs import faults
+from cglab.graphs.breaks import capturing
+from cglab.measure.record import make_record, new_run
+from cglab.measure.records import append, load
+
+def record(arm):
+    append("killed.jsonl", [make_record(bench="killed", arm=arm, device="cpu", run=new_run(), metrics={})])
+
+class Ends(RuntimeError):
+    def __init__(self, message):
+        os.kill(os.getpid(), ending)
+
+def tokens(decode):
+    lab.captures.decode = decode
+    made = lab.generate(["def f(x):", "import os"], max_new_tokens=4)
+    return made.tokens, made.coverage.captured
+
+lab = cglab.open("pico-gqa", device="cpu", max_batch=2, max_context=32, buckets=[1, 2])
+"""
+EAGER = "print(json.dumps(tokens('eager')[0]))"
+CAPTURED = "print(json.dumps([*tokens('full'), capturing(), [each.arm for each in load('.').records]]))"
+
+
+def in_the_middle(ending):
+    """A cell that is ended within the capture of a step."""
+    return f"ending = signal.{ending}\nwith faults.planned(60, Ends):\n    tokens('full')"
+
+
+@pytest.mark.slow
+def test_n12_a_kernel_that_is_killed_within_a_capture_loses_nothing_and_the_next_one_is_right(
+    environment, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    first = Kernel(environment)
+    try:
+        first.run(LAB)
+        wanted = json.loads(first.run(EAGER))
+        first.run("record('before')")
+        first.client.execute(in_the_middle("SIGKILL"))
+        deadline = time.monotonic() + 60
+        while first.manager.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not first.manager.is_alive(), "it was to die within the capture"
+    finally:
+        first.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["killed.jsonl"]
+    second = Kernel(environment)
+    try:
+        second.run(LAB)
+        second.run("record('after')")
+        got, captured, inside, arms = json.loads(second.run(CAPTURED))
+    finally:
+        second.close()
+    assert got == wanted and captured > 0 and not inside and arms == ["before", "after"]
+
+
+@pytest.mark.slow
+def test_n12_a_kernel_that_is_interrupted_within_a_capture_goes_on(kernel, tmp_path):
+    kernel.run(f"import os; os.chdir({str(tmp_path)!r})")
+    kernel.run(LAB)
+    wanted = json.loads(kernel.run(EAGER))
+    kernel.run("record('before')")
+    cell = in_the_middle("SIGINT")
+    reply = kernel.client.execute_interactive(cell, timeout=60, allow_stdin=False, output_hook=id)
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    got, captured, inside, arms = json.loads(kernel.run(CAPTURED))
+    assert got == wanted and captured > 0 and not inside and arms == ["before"]
+    assert json.loads(kernel.run(EAGER)) == wanted
