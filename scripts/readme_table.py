@@ -19,6 +19,7 @@ from cglab.errors import CglabError
 from cglab.lab.markdown import Block, between, number, table
 from cglab.lab.peer_table import Peers
 from cglab.lab.recorded import Recorded, recorded
+from cglab.lab.server_tables import Engines, Servers
 from cglab.lab.zoo_table import Zoo
 from cglab.measure.record import Record
 
@@ -198,7 +199,7 @@ def _count(record: Record, name: str) -> int:
 
 BLOCKS: Mapping[str, Sequence[Block]] = {
     "README.md": (DECODE, Peers()),
-    "data/results/README.md": (TTFT, PREFILL, Checks(), Zoo()),
+    "data/results/README.md": (TTFT, PREFILL, Servers(), Engines(), Checks(), Zoo()),
 }
 """The blocks of each file."""
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cglab.errors import InputError
+from cglab.lab.server_tables import Engines, Servers
 from cglab.measure.machine import Device
 from cglab.measure.record import make_record
 from cglab.measure.records import append
@@ -97,3 +98,63 @@ def test_two_comparisons_under_one_name_are_not_pooled(other):
     found = turn("1", "off", 0, 10.0, **{"notes": "recipe s1", "asked": asked, **other})
     with pytest.raises(InputError, match="run 1 is of two comparisons"):
         newest([first, found]).rows()
+
+
+def on_gpu(records, **fields):
+    return [replace(each, device=Device("NVIDIA H200", "cuda"), **fields) for each in records]
+
+
+def test_the_table_has_a_row_a_point_and_what_failed_in_its_own_words(tmp_path):
+    base = {"base": "off"}
+    records = on_gpu(
+        run_of("1", 10, 5, asked=base), notes="recipe s1-decode-runner, gpu. A note.", model="qwen3-8b"
+    )
+    told = {"outputs": 13, "equal_outputs": 12, "verdict": "tokens_differ"}
+    records = [replace(each, parity=told) if each.arm == "on" else each for each in records]
+    records[1] = replace(
+        records[1], metrics={"graph_memory_gb": 1.37, "graph_share_decode": 1.0, "errors": 0}
+    )
+    broken = replace(records[0], bench="server_failures", arm="full", notes="it ended: no | such mode")
+    other = on_gpu(
+        run_of("2", 10, 5, asked=base, name="more"), notes="recipe s0-seed-step, gpu.", model="qwen3-8b"
+    )
+    append(tmp_path / "servers.jsonl", [*records, broken, *other, *run_of("3", 1, 1, asked=base)])
+    text = Servers().text(tmp_path)
+    assert (
+        "3 of each arm or more" in text and "errs in 8.8% of equal pairs" in text and "pico-gqa" not in text
+    )
+    first, second = (line for line in text.splitlines() if line.startswith("| s"))
+    times = "10.05 -> 5.03 faster"
+    assert first == (
+        f"| s1-decode-runner | off, on | a point | {times} | {times} | {times} | 1.37 | - | - | 100 % | 12 of 13 equal |"
+    )
+    assert second.startswith("| s0-seed-step | off, on | more | 10.05 -> 5.03 faster |") and second.endswith(
+        "| - |"
+    )
+    assert text.endswith("* `full`, qwen3-8b, SGLang 0.5.23: it ended: no | such mode")
+
+
+def test_a_table_without_records_of_a_gpu_says_how_to_make_them(tmp_path):
+    append(tmp_path / "servers.jsonl", run_of("1", 10, 5))
+    for block, command in (
+        (Servers(), "cglab serve-compare s1 --save"),
+        (Engines(), "cglab bench engines --save"),
+    ):
+        assert f"*Not recorded yet.* `{command}` on a GPU records" in block.text(tmp_path)
+
+
+def test_engines_stand_beside_each_other_with_the_verdict_on_sglang(tmp_path):
+    metrics = {"ttft_ms_p50": 13.5, "tpot_ms_p50": 4.6, "e2e_ms_p50": 600.0, "output_tok_s": 212.0}
+    verdicts = {"ttft_verdict": "slower", "tpot_verdict": "no difference", "e2e_verdict": "faster"}
+    made = [
+        make_record(
+            bench="engines", arm=arm, device="cpu", run="1", model="qwen3-8b", workload={"name": "a point"}, metrics=each
+        )
+        for arm, each in (("lab", metrics), ("sglang", metrics | verdicts))
+    ]  # fmt: skip
+    append(tmp_path / "engines.jsonl", on_gpu(made))
+    text = Engines().text(tmp_path)
+    assert text.splitlines()[-2:] == [
+        "| qwen3-8b | a point | lab | 13.50 | 4.60 | 600.00 | 212.00 | - | - | - |",
+        "| qwen3-8b | a point | sglang | 13.50 | 4.60 | 600.00 | 212.00 | slower | no difference | faster |",
+    ]
