@@ -5,9 +5,11 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 START = notebooks/00_start_here.ipynb
-# Test files side by side; on a GPU in turn, since tests look at the memory of the device.
+# Tests side by side; on a GPU in turn, since tests look at the memory of the device. A worker without work takes some of
+# another's; a notebook's cells stay together.
 WORKERS ?= $(if $(shell command -v nvidia-smi),0,logical --maxprocesses=4)
-SIDE_BY_SIDE = --numprocesses=$(WORKERS) --dist=loadfile
+UNIT = --numprocesses=$(WORKERS) --dist=worksteal --ignore=tests/notebooks tests
+NOTEBOOKS = --numprocesses=$(WORKERS) --dist=loadfile notebooks tests/notebooks
 
 # SGLang brings a torch of its own, so servers have an environment of their own. One that is named is taken as it is.
 SERVERS = .venv-sglang
@@ -19,7 +21,7 @@ AUDIT = .venv-audit
 # $(call LIMIT,SECONDS) before a command ends it after that time, where coreutils' timeout exists.
 LIMIT = $(if $(shell command -v timeout),timeout --foreground --kill-after=30 $(1))
 
-.PHONY: help demo lab test test-sglang notebooks refresh check soak audit
+.PHONY: help demo lab test test-unit test-notebooks test-sglang refresh check soak audit
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -32,14 +34,16 @@ lab: $(STAMP) ## open JupyterLab on the start notebook (this machine only, with 
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(START) --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
 	  --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
 
-test: check ## lint, types, layers, unit tests and notebooks
-	$(call LIMIT,3000) $(BIN)/python -m pytest --timeout=300 $(SIDE_BY_SIDE)
+test: check test-unit test-notebooks ## lint, types, layers, unit tests and notebooks
+
+test-unit: $(STAMP) ## the unit tests alone
+	$(call LIMIT,2400) $(BIN)/python -m pytest --timeout=300 $(UNIT)
+
+test-notebooks: $(STAMP) ## run the notebooks, with a model of another kind too, and compare what they promise
+	$(call LIMIT,1200) $(BIN)/python -m pytest --timeout=300 $(NOTEBOOKS)
 
 test-sglang: $(STAMP) $(SERVERS_STAMP) ## start real SGLang servers and test with them
 	$(call LIMIT,600) $(BIN)/python -m pytest --timeout=570 -m sglang tests/serving
-
-notebooks: $(STAMP) ## run the notebooks and compare what they promise
-	$(call LIMIT,1200) $(BIN)/python -m pytest --timeout=300 $(SIDE_BY_SIDE) notebooks tests/notebooks
 
 refresh: $(STAMP) ## execute the notebooks and store them in normal form
 	$(call LIMIT,1200) $(BIN)/python scripts/refresh_notebooks.py $(FILES)

@@ -54,27 +54,41 @@ class HeldOut(Generic[T]):
     texts: T
 
 
-def held_out_texts(
-    target: Decoder, prompts: Iterable[list[int]], observe: Observe[T], count: int
-) -> list[HeldOut[T]]:
+Continued = list[tuple[list[int], list[int]]]  # prompts, each with what counts of its greedy continuation
+
+
+def continued(target: Decoder, prompts: Iterable[list[int]], count: int) -> Continued:
     """Continues prompts greedily, each length in one batch.
 
     Args:
         target: in float32, so that no ties are rounded away.
         prompts: token ids.
-        observe: keeps what the draft sees.
         count: tokens to continue by.
     """
     device, found = target.norm.weight.device, []
     for _, equal in groupby(sorted(prompts, key=len), key=len):
         batch = torch.tensor(list(equal), device=device)
-        continued = continue_texts(target, batch, count)
-        for prompt, continuation in zip(batch.tolist(), continued.tolist(), strict=True):
-            kept = continuation[: counted_length(continuation, target.config.eos_token_ids)]
-            tokens = torch.tensor([prompt + kept], device=device)
-            counted = torch.tensor([tokens.shape[1]], device=device)
-            found.append(HeldOut(prompt, kept, observe(target, tokens, counted)))
+        texts = continue_texts(target, batch, count)
+        for prompt, tokens in zip(batch.tolist(), texts.tolist(), strict=True):
+            found.append((prompt, tokens[: counted_length(tokens, target.config.eos_token_ids)]))
     return found
+
+
+def observed(target: Decoder, texts: Continued, observe: Observe[T]) -> list[HeldOut[T]]:
+    """What a draft sees of prompts and their continuations; ``observe`` keeps it."""
+    device, found = target.norm.weight.device, []
+    for prompt, kept in texts:
+        tokens = torch.tensor([prompt + kept], device=device)
+        counted = torch.tensor([tokens.shape[1]], device=device)
+        found.append(HeldOut(prompt, kept, observe(target, tokens, counted)))
+    return found
+
+
+def held_out_texts(
+    target: Decoder, prompts: Iterable[list[int]], observe: Observe[T], count: int
+) -> list[HeldOut[T]]:
+    """Both: prompts continued by ``count`` tokens, and what a draft sees of them."""
+    return observed(target, continued(target, prompts, count), observe)
 
 
 def passes(continuation: list[int], draft: Draft, steps: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Fixtures and rules of the unit tests."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -38,13 +39,28 @@ if importlib.util.find_spec("hypothesis"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu``, with the reason, where there is no CUDA device."""
+    """Skip tests marked ``gpu``, with the reason, where there is no CUDA device.
+
+    A test that is skipped never asks for its fixtures, so that they are there is looked at before.
+    """
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
+    if lost := [f"{item.nodeid} ({name})" for item in marked for name in missing_fixtures(item)]:
+        raise pytest.UsageError(
+            f"tests that would only fail on a GPU, for fixtures not found: {', '.join(lost)}"
+        )
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def missing_fixtures(item: pytest.Item) -> list[str]:
+    """Arguments of a test that neither a fixture nor its parameters give."""
+    if not isinstance(item, pytest.Function):
+        return []
+    given = {"request", *(item.callspec.params if hasattr(item, "callspec") else ())}
+    return [name for name in item.fixturenames if name not in {*given, *item._fixtureinfo.name2fixturedefs}]
 
 
 def seed_all() -> None:
@@ -69,6 +85,25 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> Generator[None, objec
     with torch.random.fork_rng(devices=[]):
         seed_all()
         return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_heap() -> Generator[None]:
+    """Captures and closed labs collect garbage; what was imported is not worth looking through a thousand times."""
+    import cglab
+
+    with cglab.capture(lambda x: x.sum(-1).relu(), slots={"x": cglab.Slot()}, buckets=(1,)) as captured:
+        captured(x=torch.ones(1, 2))  # brings in what torch loads late
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The GPU; a test that takes it carries the marker ``gpu``."""
+    return torch.device("cuda")
 
 
 @pytest.fixture(scope="session")

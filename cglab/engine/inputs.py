@@ -80,7 +80,22 @@ def _column(name: str, chunks: Sequence[Chunk], size: int) -> Column:
         return np.array([chunk.start + chunk.length for chunk in chunks], np.int64)
     if name == "seeds":
         return np.array([chunk.request.sampling.seed for chunk in chunks], np.int64)
+    if all(chunk.length == 1 for chunk in chunks):
+        # A decode step: an array for each request would cost more than all of its other host work.
+        return np.array([_one_token(name, chunk, size) for chunk in chunks], np.int64)
     return np.concatenate([_tokens_column(name, chunk, size) for chunk in chunks])
+
+
+def _one_token(name: str, chunk: Chunk, size: int) -> int:
+    """What :func:`_tokens_column` has for a chunk of one token."""
+    request, position = chunk.request, chunk.start
+    if name == "positions":
+        return position
+    if name == "input_ids":
+        new = position - len(request.prompt)
+        return request.output[new] if new >= 0 else request.prompt[position]
+    pages = request.pages if name == "out_slots" else request.window_pages
+    return pages[position // size] * size + position % size
 
 
 def _tokens_column(name: str, chunk: Chunk, size: int) -> Column:

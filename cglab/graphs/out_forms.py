@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -83,6 +83,13 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
         return False
     if not left.numel():
         return True
-    # A clone, since a contiguous tensor may still have an odd stride on an axis of one element.
-    plain = (side.clone(memory_format=torch.contiguous_format).reshape(-1) for side in (left, right))
-    return torch.equal(*(side.view(torch.uint8) for side in plain))
+    return torch.equal(_words(left), _words(right))
+
+
+WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _words(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # What is contiguous may still have an odd stride on an axis of one element.
+    return plain.as_strided((plain.numel(),), (1,)).view(WORDS.get(plain.itemsize, torch.int64))

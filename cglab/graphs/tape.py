@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cglab.errors import (
     CaptureError,
@@ -39,7 +39,7 @@ from cglab.graphs.recorder import Pool, Result, Segment, TakeSeconds, explained
 from cglab.graphs.refusals import HostReadWatch, refusal
 from cglab.graphs.tape_nodes import nodes_of_tape
 from cglab.graphs.tape_pool import TapePool
-from cglab.graphs.writes import WriteJournal, written_tensors
+from cglab.graphs.writes import NESTED, WriteJournal, tensors_of, written_tensors
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Node:
             return
         result = self.func(*self.args, **self.kwargs)
         if self.targets:
-            fresh = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor) and leaf.numel()]
+            fresh = [leaf for leaf in tensors_of(result) if leaf.numel()]
             for target, value in zip(self.targets, fresh, strict=True):
                 target.copy_(value)
 
@@ -122,15 +122,13 @@ class TapeTake(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation, records it, and returns tensors that live in the pool."""
         kwargs = kwargs or {}
-        if (
-            self._nodes is None
-        ):  # between two segments, inside a break: it runs, and is undone like all the rest
+        if self._nodes is None:  # inside a break: it runs, and is undone like all the rest
             return self.journal.run(func, args, kwargs)
         faults.reach(func._schema.name)
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        error = refusal(func, args, kwargs) or _odd_tensor(func, (args, kwargs))
+        error = refusal(func, args, kwargs) or _odd_tensor(func, *args, *kwargs.values())
         if error is not None:
             raise error.at(place_of_stack(sys._getframe()))
         with _disable_current_modes(), torch.no_grad():
@@ -141,8 +139,7 @@ class TapeTake(TorchDispatchMode):
             self.notes["a Python number was baked in as a tensor"] += 1
         written = written_tensors(func, args, kwargs)
         self.journal.before(written)
-        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        owned = {leaf.untyped_storage()._cdata for leaf in inputs}
+        owned = {leaf.untyped_storage()._cdata for leaf in tensors_of(*args, *kwargs.values())}
         result = func(*args, **kwargs)
         error = _odd_tensor(func, result)
         if error is not None:
@@ -158,8 +155,8 @@ class TapeTake(TorchDispatchMode):
             blocks.append(block.copy_(leaves[i]))
         mutates = func._schema.is_mutable or bool(written)
         if (fresh or mutates) and not _leaves_memory_unset(func):
-            frozen_args, frozen_kwargs = tree_map_only(Tensor, self.alias, (args, kwargs))
-            node = Node(func, frozen_args, frozen_kwargs, [self.alias(block) for block in blocks])
+            frozen = {name: self._frozen(value) for name, value in kwargs.items()}
+            node = Node(func, self._frozen(args), frozen, [self.alias(block) for block in blocks])
             if fresh and not mutates and len(fresh) == len(leaves):
                 node.out = out_form(func, node.args, node.kwargs, node.targets, blocks)
             self._recorded().append(node)
@@ -174,6 +171,12 @@ class TapeTake(TorchDispatchMode):
         with _disable_current_modes(), torch.no_grad():
             chunk = self.pool.chunk_of(tensor)
             return tensor.detach() if chunk is None else chunk.alias(tensor)
+
+    def _frozen(self, value: Any) -> Any:
+        """An argument with aliases for its tensors."""
+        if isinstance(value, NESTED):
+            return type(value)(map(self._frozen, value))
+        return self.alias(value) if isinstance(value, Tensor) else value
 
     def _recorded(self) -> list[Node]:
         if self._nodes is None:
@@ -277,10 +280,8 @@ def _leaves_memory_unset(func: Any) -> bool:
                                  "aten::new_empty_strided", "aten::empty_permuted")  # fmt: skip
 
 
-def _odd_tensor(func: Any, values: Any) -> CaptureError | None:
-    for leaf in tree_iter(values):
-        if not isinstance(leaf, Tensor):
-            continue
+def _odd_tensor(func: Any, *values: Any) -> CaptureError | None:
+    for leaf in tensors_of(*values):
         if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
             kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)
             return UnsupportedOperationError(

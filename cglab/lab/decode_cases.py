@@ -55,7 +55,11 @@ class DecodeOracles(RequestBatches[DecodeRunner]):
         """Full and breakable, padded and exact."""
         return {
             (mode, padding): DecodeRunner(
-                self.loaded.model, self.kv, self.group, BUCKETS, Options(mode, padding=padding, strict=True)
+                self.loaded.model,
+                self.kv,
+                self.group,
+                BUCKETS,
+                Options(mode, padding=padding, strict=True, lazy=True),
             )
             for mode in ("full", "breakable")
             for padding in (True, False)

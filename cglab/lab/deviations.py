@@ -118,12 +118,17 @@ def furthest(got: Tensor, want: Tensor, first_slot: int | None = None) -> tuple[
 
     Returns:
         The largest absolute difference, infinite for NaN, with its ``row`` or ``slot``; infinite and no place for
-        another shape.
+        another shape, 0 and no place for the same values.
     """
     if got.shape != want.shape or not got.numel():
         return inf, {}
-    apart = (got.double() - want.double()).abs().nan_to_num(nan=inf, posinf=inf)
-    moved = apart.movedim(0 if first_slot is None else 1, 0)
-    worst = moved.reshape(len(moved), -1).amax(1)
-    index = int(worst.argmax())
-    return float(worst[index]), {"row": index} if first_slot is None else {"slot": first_slot + index}
+    axis = 0 if first_slot is None else 1
+    differs = (got != want).movedim(axis, 0)
+    apart = differs.reshape(len(differs), -1).any(1).nonzero().flatten()  # few of a cache's slots
+    if not len(apart):
+        return 0.0, {}
+    one, other = (side.index_select(axis, apart).double() for side in (got, want))
+    far = (one - other).abs().nan_to_num(nan=inf, posinf=inf)
+    worst = far.movedim(axis, 0).reshape(len(apart), -1).amax(1)
+    index = int(apart[worst.argmax()])
+    return float(worst.max()), {"row": index} if first_slot is None else {"slot": first_slot + index}

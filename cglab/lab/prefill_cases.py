@@ -31,7 +31,11 @@ class PrefillOracles(StepOracles[PrefillRunner]):
         """Breakable and full, padded and exact."""
         return {
             (mode, padding): PrefillRunner(
-                self.loaded.model, self.kv, self.group, BUCKETS, Options(mode, padding=padding, strict=True)
+                self.loaded.model,
+                self.kv,
+                self.group,
+                BUCKETS,
+                Options(mode, padding=padding, strict=True, lazy=True),
             )
             for mode in ("breakable", "full")
             for padding in (True, False)

@@ -7,12 +7,13 @@ every time, after the cache was emptied, so that no arm reuses what the other co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite, nan
 from typing import Any
 
-from cglab.errors import InputError
+from cglab.errors import InputError, ServerError
 from cglab.measure.parity import Parity, compare_tokens
+from cglab.serving.diagnosis import Fault
 from cglab.serving.endpoint import Endpoint, odd, read_json
 from cglab.serving.workload import Body, point
 
@@ -28,11 +29,13 @@ class Replies:
         prompts: token ids by request.
         tokens: new token ids by request.
         logprobs: logprob of each prompt token after the first, by request; None where they were not asked for.
+        refused: why the server gave no logprobs, in its words; empty if it was not asked, or gave them.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[float, ...], ...] | None = None
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class ServerParity:
         logprobs_equal: of them, equal bit by bit.
         largest_difference: between two finite logprobs of one token; None where there are none.
         first_difference: request and position of the first logprob that differs; None if none does.
+        refused: why a server gave no logprobs; empty if none refused.
     """
 
     tokens: Parity
@@ -56,6 +60,7 @@ class ServerParity:
     logprobs_equal: int = 0
     largest_difference: float | None = None
     first_difference: tuple[int, int] | None = None
+    refused: str = ""
 
     @property
     def bitwise(self) -> bool:
@@ -77,6 +82,8 @@ class ServerParity:
             text += f", first at request {request}, token {position}"
         if self.first_difference is not None and self.largest_difference is not None:
             text += f"; largest difference {self.largest_difference:.3g}"
+        if self.refused:
+            text += f"; no logprobs were compared: {self.refused}"
         return text
 
 
@@ -110,6 +117,27 @@ def ask(
     return Replies(tuple(map(tuple, prompts)), tuple(tokens), tuple(told) if logprobs else None)
 
 
+def ask_all(server: Endpoint, prompts: Sequence[Sequence[int]], new_tokens: int) -> Replies:
+    """Tokens and logprobs; tokens alone, with the reason, from a server that refuses logprobs (DFLASH of 0.5.16 does).
+
+    Args:
+        server: as :func:`ask`.
+        prompts: token ids.
+        new_tokens: of each.
+
+    Raises:
+        InputError: as :func:`ask`.
+        ServerError: as :func:`ask`.
+    """
+    try:
+        return ask(server, prompts, new_tokens, logprobs=True)
+    except ServerError as error:
+        if error.fault != Fault.REFUSED or "logprob" not in str(error):
+            raise
+        why = str(error).split("\n", 1)[0].split(" Most likely", 1)[0]
+    return replace(ask(server, prompts, new_tokens), refused=why)
+
+
 def compare(one: Replies, other: Replies) -> ServerParity:
     """Two servers' replies to the same prompts; the second is the reference.
 
@@ -121,7 +149,7 @@ def compare(one: Replies, other: Replies) -> ServerParity:
     equal = sum(1 for ours, theirs in zip(one.tokens, other.tokens, strict=True) if ours == theirs)
     tokens = compare_tokens(one.tokens, other.tokens)
     if one.logprobs is None or other.logprobs is None:
-        return ServerParity(tokens, equal, len(one.tokens))
+        return ServerParity(tokens, equal, len(one.tokens), refused=one.refused or other.refused)
     pairs = [
         (request, position, ours, theirs)
         for request, (row, reference) in enumerate(zip(one.logprobs, other.logprobs, strict=True))

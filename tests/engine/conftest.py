@@ -1,7 +1,5 @@
 """Fixtures of the engine's tests."""
 
-import gc
-
 import pytest
 import torch
 
@@ -24,16 +22,3 @@ def bench(device, kind):
     yield make
     for each in made:
         each.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def frozen_heap():
-    """Every capture collects garbage first; what was imported is not worth looking through a thousand times."""
-    import cglab
-
-    with cglab.capture(lambda x: x.sum(-1).relu(), slots={"x": cglab.Slot()}, buckets=(1,)) as captured:
-        captured(x=torch.ones(1, 2))
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

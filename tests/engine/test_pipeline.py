@@ -1,10 +1,8 @@
 """A decoder over two and three processes: tokens of one process, and no rank that waits for a lost one (B79)."""
 
 import json
-import os
+import multiprocessing
 import re
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ from cglab.models.loading import load_model
 from cglab.runners.base import GraphGroup
 from cglab.runners.pipeline_stage import PipelineStageRunner
 
-from .pipeline_rank import BUCKETS, BUDGET, CONTEXT, even, mixed
+from .pipeline_rank import BUCKETS, BUDGET, CONTEXT, even, mixed, run
 
 CPU = torch.device("cpu")
 START = 120  # seconds that processes may take to load on a busy machine; deadlines count from after that
@@ -35,9 +33,14 @@ TAKEN = {
 """What the second stage takes by model, a token: whichever the cut, that of pico-dsa begins with a layer that shares."""
 
 
+FORKS = multiprocessing.get_context("forkserver")
+"""Ranks are processes forked from one that has loaded all modules and nothing else."""
+FORKS.set_forkserver_preload(["torch._dynamo", "cglab.lab.sparse_prefill"])
+
+
 @dataclass
 class Ended:
-    """What a rank printed and said beside it, its exit status, and after how many seconds all had ended."""
+    """What a rank told and said beside it, its exit status, and after how many seconds all had ended."""
 
     told: dict
     said: str
@@ -46,42 +49,39 @@ class Ended:
 
 
 @pytest.fixture
-def ranks(tmp_path, root):
+def ranks(tmp_path):
     """Starts the ranks of a pipeline and ends them, whatever happens: files for ports, and a deadline for all."""
     started = []
 
     def start(count, *, model="pico-gqa", modes=("breakable",), deadline=30.0, **plan):
+        plan |= {
+            "count": count,
+            "model": model,
+            "modes": modes,
+            "deadline": deadline,
+            "folder": str(tmp_path),
+        }
         for rank in range(count):
-            told = {
-                **plan,
-                "rank": rank,
-                "count": count,
-                "model": model,
-                "modes": modes,
-                "deadline": deadline,
-                "folder": str(tmp_path),
-            }
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.engine.pipeline_rank", json.dumps(told)],
-                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-                )
-            )  # fmt: skip
+            started.append(FORKS.Process(target=run, args=(plan | {"rank": rank},)))
+            started[-1].start()
         limit = time.monotonic() + START
         while len(list(tmp_path.glob("ready*"))) < count and time.monotonic() < limit:
             time.sleep(0.05)
         begun = time.monotonic()
-        out = [process.communicate(timeout=START) for process in started]
+        for process in started:
+            process.join(START)
         seconds = time.monotonic() - begun
+        told = [tmp_path / f"told{rank}" for rank in range(count)]
         return [
-            Ended(json.loads(text) if text else {}, said[-2000:], process.returncode, seconds)
-            for (text, said), process in zip(out, started, strict=True)
-        ]
+            Ended(json.loads(each.read_text()) if each.exists() else {}, (tmp_path / f"said{rank}").read_text()[-2000:],
+                  started[rank].exitcode, seconds)
+            for rank, each in enumerate(told)
+        ]  # fmt: skip
 
     yield start
     for process in started:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def alone(model="pico-gqa"):

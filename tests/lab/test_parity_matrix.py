@@ -153,5 +153,6 @@ def test_the_row_or_slot_that_is_off_is_found(shape, data, off, slots):
     assert far == pytest.approx(off) if isfinite(off) else far == inf
 
 
-def test_results_of_another_shape_have_no_place():
+def test_results_of_another_shape_and_the_same_values_have_no_place():
     assert furthest(torch.zeros(2), torch.zeros(3)) == (inf, {})
+    assert furthest(torch.tensor([1.0, inf]), torch.tensor([1.0, inf])) == (0.0, {})

@@ -1,6 +1,7 @@
 """Drift that is rounding, and drift that is not."""
 
 import math
+from itertools import permutations
 
 import pytest
 import torch
@@ -57,5 +58,11 @@ def test_nan_is_never_rounding():
     drift.allow("logits", rows + 1, rows)
     drift.judge("logits", torch.tensor([1.0, math.nan, 1.0]), rows, {})
     assert [each.drift for each in drift.beyond()] == [math.inf]
+    for odd in (math.nan, math.inf):
+        for one, other in permutations((torch.tensor([1.0, odd]), torch.ones(2))):
+            with pytest.raises(InputError, match="finite"):
+                drift.allow("logits", one, other)
+        with pytest.raises(InputError, match="finite"):
+            drift.allow("logits", torch.tensor([odd]), torch.tensor([odd]))
     with pytest.raises(InputError, match="finite"):
-        drift.allow("logits", torch.tensor([math.nan]), torch.ones(1))
+        drift.allow("logits", torch.ones(0), torch.ones(0))

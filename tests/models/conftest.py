@@ -188,11 +188,12 @@ def paged():
     return PagedRunner
 
 
-@pytest.fixture
-def script(root, monkeypatch):
+@pytest.fixture(scope="module")
+def script(root):
     """A function that imports one of the repository's scripts by name."""
-    monkeypatch.syspath_prepend(root / "scripts")
-    return import_module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root / "scripts")
+        yield import_module
 
 
 @pytest.fixture

@@ -182,10 +182,11 @@ def test_the_compiler_s_advice_to_compute_less_exactly_is_not_passed_on(monkeypa
 
 
 def test_models_of_a_shape_do_not_share_the_compiler_s_limit():
-    """Each body has code of its own, so any number of them can be made (the compiler keeps eight versions of one)."""
+    """Each body has code of its own, so any number of them can be made where the compiler keeps what one needs."""
     config = ModelConfig(**{**SHAPE, "qk_norm": True, "num_layers": 1})
-    for _ in range(10):
-        assert Both(config).compiled.compilations == COMPILED
+    with torch._dynamo.config.patch(recompile_limit=3):  # a region is compiled for so many kinds of step
+        for _ in range(2):
+            assert Both(config).compiled.compilations == COMPILED
 
 
 def test_forms_that_a_device_cannot_use_are_refused_with_the_reason():

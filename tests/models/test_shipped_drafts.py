@@ -36,17 +36,27 @@ def test_the_card_says_what_it_is_and_that_it_is_worth_drafting_with(root, name)
     assert (folder / "model.safetensors.xz").stat().st_size < BYTES[name]
 
 
+@pytest.fixture(scope="module")
+def target():
+    return load_model("pico-gqa", device="cpu", dtype=torch.float32).model
+
+
+@pytest.fixture(scope="module")
+def continued(script, root, target):
+    """All held-out prompts with what counts of 200 greedy tokens."""
+    prompts = json.loads((root / "data/models/pico-gqa/prompts.json").read_text())
+    return script("pico_accept").continued(target, [prompt["ids"] for prompt in prompts], 200)
+
+
 @pytest.mark.slow
 @drafts
-def test_it_is_accepted_as_its_card_says(script, root, name):
+def test_it_is_accepted_as_its_card_says(script, root, target, continued, name):
     """All held-out prompts: within 0.1 of the record, and well above look-up."""
     accept = script("pico_accept")
     card = json.loads((root / "data/drafts" / name / "card.json").read_text())
-    loaded = load_model("pico-gqa", device="cpu", dtype=torch.float32)
-    draft = load_draft(name, loaded.model).model
-    prompts = json.loads((root / "data/models/pico-gqa/prompts.json").read_text())
+    draft = load_draft(name, target).model
     measure = accept.measure_of(draft)
-    texts = accept.held_out_texts(loaded.model, [prompt["ids"] for prompt in prompts], measure.observe, 200)
+    texts = accept.observed(target, continued, measure.observe)
     measured = accept.summary([measure.passes(draft, text) for text in texts], texts, measure.steps)
     assert measured["accept_length"] >= card["held_out"]["accept_length"] - 0.1
     looked_up = accept.summary(

@@ -37,7 +37,8 @@ def test_no_fitting_python_is_said_clearly(root, tmp_path, old_python):
 
 
 @pytest.mark.parametrize(
-    "target", ["demo", "lab", "test", "test-sglang", "notebooks", "refresh", "check", "soak"]
+    "target",
+    ["demo", "lab", "test", "test-unit", "test-notebooks", "test-sglang", "refresh", "check", "soak"],
 )
 def test_every_command_is_listed_and_makes_the_environment_first(root, tmp_path, target):
     assert f"\n{target}\t" in make(root, "help").stdout
@@ -75,10 +76,12 @@ def test_audit_asks_about_every_pin_from_an_environment_of_its_own_and_is_no_par
     assert "pip-audit" not in make(root, "--dry-run", "test").stdout
 
 
-def test_pytest_runs_last_in_make_test(root):
+def test_make_test_checks_then_runs_every_test_once(root):
     plan = make(root, "--dry-run", "test").stdout.strip().splitlines()
-    assert "-m pytest --timeout=300" in plan[-1]
-    assert any(line.endswith("lint-imports") for line in plan)
+    unit, notebooks = plan[-2:]
+    assert "-m pytest --timeout=300" in unit and unit.endswith("--ignore=tests/notebooks tests")
+    assert "-m pytest --timeout=300" in notebooks and notebooks.endswith(" notebooks tests/notebooks")
+    assert any(line.endswith("lint-imports") for line in plan[:-2])
 
 
 def test_soak_ends_with_guards_taken_away(root):
@@ -87,11 +90,12 @@ def test_soak_ends_with_guards_taken_away(root):
     assert plan[-1].endswith("python scripts/mutation_check.py")
 
 
-def test_files_run_side_by_side_and_on_a_gpu_in_turn(root, tmp_path):
+def test_tests_run_side_by_side_a_notebook_in_one_piece_and_on_a_gpu_in_turn(root, tmp_path):
     gpu = tmp_path / "nvidia-smi"
     gpu.touch(mode=0o755)
     paths = {"cpu": "/usr/bin:/bin", "gpu": f"{tmp_path}:/usr/bin:/bin"}
     plans = {name: make(root, "--dry-run", "test", PATH=path).stdout for name, path in paths.items()}
-    assert "--numprocesses=0 --dist=loadfile" in plans["gpu"]
-    if not shutil.which("nvidia-smi", path=paths["cpu"]):
-        assert "--numprocesses=logical --maxprocesses=4 --dist=loadfile" in plans["cpu"]
+    for distribution in ("worksteal", "loadfile notebooks"):
+        assert f"--numprocesses=0 --dist={distribution} " in plans["gpu"]
+        if not shutil.which("nvidia-smi", path=paths["cpu"]):
+            assert f"--numprocesses=logical --maxprocesses=4 --dist={distribution} " in plans["cpu"]

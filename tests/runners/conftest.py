@@ -1,6 +1,5 @@
 """A small decoder with a filled cache, and every kind of runner over it."""
 
-import gc
 from dataclasses import replace
 
 import pytest
@@ -37,19 +36,6 @@ ROWS, PAGE, PAGES_A_ROW = 9, 4, 4
 def device(request):
     """A device of each recorder."""
     return torch.device(request.param)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def frozen_heap():
-    """Every capture collects garbage first; what was imported is not worth looking through a thousand times."""
-    import cglab
-
-    with cglab.capture(lambda x: x.sum(-1).relu(), slots={"x": cglab.Slot()}, buckets=(1,)) as captured:
-        captured(x=torch.ones(1, 2))
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class World:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from cglab.errors import ServerError
+from cglab.serving.diagnosis import Fault
 
 
 def tokens_for(prompt, count, arm=0):
@@ -48,7 +49,9 @@ class StandIn:
         if callable(found):
             found = found(body)
         if found is None or isinstance(found, int):
-            raise ServerError(f"refused {path} with status {found}", fault="it refused")
+            raise ServerError(f"refused {path} with status {found}", fault=Fault.REFUSED)
+        if isinstance(found, ServerError):
+            raise found
         return SimpleNamespace(text=found if isinstance(found, str) else json.dumps(found))
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cglab.errors import InputError, ServerError
 from cglab.measure.parity import Verdict
-from cglab.serving.parity import LOGPROB_REQUESTS, Replies, ask, compare, parity_bodies
+from cglab.serving.diagnosis import Fault
+from cglab.serving.parity import LOGPROB_REQUESTS, Replies, ask, ask_all, compare, parity_bodies
 from tests.serving.stand_in import StandIn, generate
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
@@ -94,3 +95,23 @@ def test_a_logprob_that_is_no_number_is_a_difference_and_goes_into_a_record():
     assert found.first_difference == (0, 2) and found.logprobs_equal == 3 and not found.bitwise
     assert found.largest_difference == 0.0
     json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_a_server_that_refuses_logprobs_is_compared_by_tokens_and_says_why():
+    """As DFLASH of 0.5.16 does."""
+    words = 'the server refused POST /generate: {"message":"DFLASH does not support return_logprob yet."}'
+
+    def refuses(body):
+        if not body.get("return_logprob"):
+            return generate()(body)
+        return ServerError(
+            f"{words} Most likely: refused; correct the request. The log is /a/b.log", fault=Fault.REFUSED
+        )
+
+    found = ask_all(server(**{"/generate": refuses}), PROMPTS, 4)
+    told = compare(found, ask_all(server(), PROMPTS, 4))
+    assert told.bitwise and told.logprobs_compared == 0 and told.refused == words
+    assert f"no logprobs were compared: {words}" in str(told) and told.as_dict()["refused"] == words
+    assert not compare(ask_all(server(), PROMPTS, 4), ask_all(server(), PROMPTS, 4)).refused
+    with pytest.raises(ServerError, match="refused /generate with status 400"):
+        ask_all(server(**{"/generate": 400}), PROMPTS, 4)
