@@ -62,7 +62,7 @@ def test_a_plain_file_beside_it_is_read_first(folder):
     assert shard_files(folder) == [folder / "model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["pico-gqa-assistant", "pico-gqa-dflash"])
+@pytest.mark.parametrize("name", ["pico-gqa-assistant", "pico-gqa-dflash", "pico-dsa-nextn"])
 def test_the_shipped_drafts_are_compressed(name):
     (shard,) = shard_files(find_draft(name).folder)
     assert shard.name == "model.safetensors.xz"
