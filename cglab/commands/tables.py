@@ -41,7 +41,7 @@ def results(options: Namespace) -> Outcome:
             "bench": record.bench,
             "model": record.model,
             "arm": record.arm,
-            "workload": ", ".join(f"{name} {value}" for name, value in record.workload.items()),
+            "workload": _asked_for(record),
             "result": _headline(record),
             "parity": (record.parity or {}).get("verdict"),
             "device": record.device.name,
@@ -50,6 +50,13 @@ def results(options: Namespace) -> Outcome:
     ]
     table = text_table(list(rows[0]), [list(row.values()) for row in rows]) if rows else "nothing yet"
     return Outcome(table, [record.as_dict() for record in records])
+
+
+def _asked_for(record: Record) -> str:
+    """The plain values of its workload, as far as a line holds them; ``--json`` has them all."""
+    plain = {name: value for name, value in record.workload.items() if not isinstance(value, dict | list)}
+    plain.pop("payload", None)
+    return shorten(", ".join(f"{name} {value}" for name, value in plain.items()), 90, placeholder=" ...")
 
 
 _HEADLINES = {

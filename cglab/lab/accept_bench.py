@@ -19,7 +19,7 @@ from cglab.engine.lookup_draft import lookup_draft
 from cglab.engine.requests import Request
 from cglab.engine.speculation import Speculation
 from cglab.errors import InputError
-from cglab.lab.drafting import SHIPPED, SHIPPED_BLOCK, plan_draft
+from cglab.lab.drafting import SHIPPED, SHIPPED_BLOCK, SHIPPED_NEXTN, plan_draft
 from cglab.lab.facade import Lab
 from cglab.lab.opening import open_lab
 from cglab.lab.prompts import held_out
@@ -29,7 +29,7 @@ from cglab.measure.record import Record, make_record, new_run
 from cglab.models.loading import find_model
 
 LOOK_UP = "n-gram look-up"
-WANTED = {(SHIPPED, 3): 2.5, (SHIPPED_BLOCK, 7): 3.0}
+WANTED = {(SHIPPED, 3): 2.5, (SHIPPED_BLOCK, 7): 3.0, (SHIPPED_NEXTN, 1): 1.8}
 """Tokens that a verify pass must commit on average, its own included, by draft and its steps."""
 
 
@@ -125,7 +125,7 @@ def told(passes: Sequence[Sequence[int]], steps: int) -> AcceptLengths:
 
 def accept(
     device: torch.device, *, quick: bool = False, progress: Progress = silent, draft: str = SHIPPED,
-    steps: int | None = None, new_tokens: int = 200, prompts: int = 72,
+    model: str = "pico-gqa", steps: int | None = None, new_tokens: int = 200, prompts: int = 72,
 ) -> Iterator[Record]:  # fmt: skip
     """Accept length of a draft on held-out prompts, by the counting rule, and of an n-gram look-up.
 
@@ -133,7 +133,8 @@ def accept(
         device: where it runs, in float32.
         quick: few prompts and tokens.
         progress: called with a line for every stage.
-        draft: of ``pico-gqa``, such as a shipped one.
+        draft: of that model, such as a shipped one.
+        model: the target, such as ``pico-dsa`` for its NextN layer.
         steps: of a draft, one candidate each; None for the draft's own number.
         new_tokens: that the target continues each prompt by, before the rule cuts.
         prompts: the first so many of the held-out ones.
@@ -152,7 +153,7 @@ def accept(
         )
     run, texts = new_run(), known[: 6 if quick else prompts]
     new_tokens = 40 if quick else new_tokens
-    plan = plan_draft(draft, None if steps is None else Speculation(steps), find_model("pico-gqa").config)
+    plan = plan_draft(draft, None if steps is None else Speculation(steps), find_model(model).config)
     if plan is None:
         raise InputError("no draft is named; give one, such as draft=pico-gqa-assistant")
     steps = plan.speculation.steps
@@ -162,10 +163,10 @@ def accept(
         "max_context": max(map(len, texts)) + new_tokens + steps,
     }  # fmt: skip
     progress("continuations of the target alone")
-    with open_lab("pico-gqa", **sizes) as plain:
+    with open_lab(model, **sizes) as plain:
         counted = counted_texts(plain, texts, new_tokens)
     progress("the same with drafts")
-    with open_lab("pico-gqa", draft=draft, speculation=plan.speculation, **sizes) as lab:
+    with open_lab(model, draft=draft, speculation=plan.speculation, **sizes) as lab:
         found = {draft: drafted_passes(lab, counted, steps)}
         facts = model_facts(lab)
     found[LOOK_UP] = [looked_up_passes(text, steps) for text in counted]

@@ -33,7 +33,7 @@ HOW: Final[Mapping[str, str]] = MappingProxyType({
     "draft_sampler": 'cglab.open("pico-gqa", draft="pico-gqa-dflash")',
     "pp_prefill": "cglab bench pipeline",
     **dict.fromkeys(SPARSE, 'cglab.open("dsa-tiny")'),
-    "draft_extend": 'cglab.open("dsa-tiny", draft="nextn")',
+    "draft_extend": 'cglab.open("pico-dsa", draft="pico-dsa-nextn")',
 })  # fmt: skip
 """How to get what is missing, where there is a way."""
 

@@ -33,6 +33,7 @@ from cglab.runners.base import GraphGroup
 
 SHIPPED = "pico-gqa-assistant"
 SHIPPED_BLOCK = "pico-gqa-dflash"
+SHIPPED_NEXTN = "pico-dsa-nextn"
 RANDOM, RANDOM_BLOCK, RANDOM_NEXTN = "random", "random-block", "nextn"
 """An assistant, a block draft and a NextN layer, of random weights in whatever shape the target asks for."""
 BLOCK = 8
@@ -116,7 +117,7 @@ class Drafting(NamedTuple):
         if self.layer_kv is None or not isinstance(self.model, NextN):
             raise ToggleError(
                 "a NextN layer alone has a draft_extend; open a model with latent attention and one, such as "
-                f'cglab.open("dsa-tiny", draft="{RANDOM_NEXTN}")'
+                f'cglab.open("pico-dsa", draft="{SHIPPED_NEXTN}")'
             )
         return self.model, self.layer_kv
 

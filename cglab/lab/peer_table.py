@@ -35,6 +35,7 @@ class Peers(Block):
             "turns, with the lab's own (`full`) in every run. SGLang with Triton attention and PyTorch sampling, its "
             "ModelRunner alone. The replay has its inputs on the device and reads nothing."
         )
+        where += f" On {results.beside}." if results.beside else ""
         return f"{where}\n\n{table(COLUMNS, map(_row, sorted(results.records, key=_order)))}"
 
 

@@ -47,6 +47,15 @@ class Recorded:
         return f"{self.device} on {self.records[-1].created[:10]}" if self.records else None
 
     @property
+    def beside(self) -> str:
+        """What the host did in the minute before, of which the run itself is a part; empty where no record tells."""
+        told = [each.device for each in self.records if each.device.load is not None]
+        if not told:
+            return ""
+        host, load = told[-1], max(each.load or 0.0 for each in told)
+        return f"a host of {host.cores} cores and {host.gpus} GPUs, its load up to {load:.1f}"
+
+    @property
     def note(self) -> str:
         """How old the results are, and whether of the code as it is now."""
         if not self.records:

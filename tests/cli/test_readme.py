@@ -14,7 +14,7 @@ from cglab.lab.peer_table import Peers
 from cglab.lab.recorded import Recorded
 from cglab.lab.techniques import TECHNIQUES
 from cglab.measure.machine import Device
-from cglab.measure.record import make_record, new_run
+from cglab.measure.record import Record, make_record, new_run
 from cglab.measure.records import append
 from scripts import readme_table
 from scripts.readme_table import DECODE, PREFILL, TTFT
@@ -219,3 +219,15 @@ def test_without_peers_the_block_says_how_to_record_them(tmp_path):
     assert Peers().text(tmp_path) == Peers().not_yet
     argument = re.search(r"cglab (bench peers --save)", Peers().not_yet)
     assert _parser().parse_args(argument[1].split()).run
+
+
+def test_the_peers_table_says_what_its_host_did_beside():
+    device = Device("NVIDIA H200", "cuda", gpus=2, cores=32, load=1.69)
+    record = Record(
+        bench="token", arm="full", device=device, created="2026-01-01", model="qwen3-8b", workload={"batch": 1},
+        metrics={"token_ms": 4.0},
+    )  # fmt: skip
+    assert Recorded("token", (record,)).beside == "a host of 32 cores and 2 GPUs, its load up to 1.7"
+    older = replace(record, device=Device("NVIDIA H200", "cuda"))
+    assert Recorded("token", (older,)).beside == ""
+    assert Recorded("token", (older, record)).beside.endswith("up to 1.7")
