@@ -63,7 +63,7 @@ class Differential(StepOracles[R]):
             self._off(Deviation(1, where, f"{wrong[0]} rows came out for {live} live ones"))
         got = {name: value.clone() for name, value in self._named(head(output, live)).items()}
         if replayed:
-            size = min(size for size in runner.captured.captured_sizes if size >= step.rows)
+            size = min(n for n in runner.serving(step.live).captured.captured_sizes if n >= step.rows)
         self.restore(state)
         eager = runner.run_live_eager(step.live, **self._padded(step, size))
         wanted = self._named(head(eager, live))

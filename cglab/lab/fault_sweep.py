@@ -95,7 +95,7 @@ class _Sweep:
                 self.capture(runner, self.step.rows)
             self.eager = self.outcome(lambda: runner.run_live_eager(self.step.live, **self.step.inputs))
             self.replayed = self.outcome(lambda: runner.run(self.step.live, **self.step.inputs))
-            if runner.coverage().reasons:
+            if runner.captured.counts.reasons:
                 return None
             buckets = list(runner.captured.buckets)
         level, count = self.level(), plan.seen
@@ -140,9 +140,9 @@ class _Sweep:
 
     @contextmanager
     def fresh(self) -> Iterator[Runner[Any]]:
-        """The runner anew, with nothing captured; the others that are made with it are closed too."""
+        """What serves the step, anew and with nothing captured; all that is made with it is closed too."""
         made = self.oracles.make_runners()
-        runner = made[self.arm]
+        runner = made[self.arm].serving(self.step.live)
         runner.captured.options = replace(runner.captured.options, lazy=True)  # one bucket at a time
         self.oracles.restore(self.state)
         try:
@@ -158,7 +158,7 @@ class _Sweep:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", CaptureFailedWarning)
-                runner.capture_for(rows)
+                Runner.capture_for(runner, rows)  # its own bucket alone, where it has others to choose from
         except CaptureError as error:
             return error
         return None
@@ -184,8 +184,8 @@ class _Sweep:
     def right(self, runner: Runner[Any], wanted: Results, reasons: set[str], told: str) -> None:
         """Fails a step that is not to the bit what is wanted, or ran otherwise."""
         got = self.outcome(lambda: runner.run(self.step.live, **self.step.inputs))
-        if set(runner.coverage().reasons) != reasons:
-            self.failed.append(f"{told}: eager for {runner.coverage().reasons}, not for {reasons}")
+        if set(runner.captured.counts.reasons) != reasons:
+            self.failed.append(f"{told}: eager for {runner.captured.counts.reasons}, not for {reasons}")
         if odd := [name for name in wanted if not same_bits(got[name], wanted[name])]:
             self.failed.append(f"{told}: {', '.join(odd)} differ")
 
