@@ -95,7 +95,6 @@ class RequestOracles:
         self._dtype = str(dtype).removeprefix("torch.")
         self.drift = Drift()
         self._alone: dict[tuple[int, int], Tensor] = {}
-        self._by_sizes: dict[tuple[int | None, ...], _Scheduled] = {}
 
     def _run(self, how: Callable[..., Any], found: _Scheduled | None = None) -> _Scheduled:
         found = found or _Scheduled()
@@ -122,9 +121,7 @@ class RequestOracles:
         return self._run(how, found)
 
     def _padded(self, served: Sequence[int | None]) -> _Scheduled:
-        """Oracle 1: what was replayed runs eager at the same size, whatever recorded it: once for equal sizes."""
-        if (known := self._by_sizes.get(tuple(served))) is not None:
-            return known
+        """Oracle 1: what was replayed runs eager at the same size."""
         sizes = iter(served)
 
         def how(runner: Runner[Any], live: Any, inputs: dict[str, Tensor]) -> Any:
@@ -133,7 +130,7 @@ class RequestOracles:
                 return runner.run_live_eager(live, **inputs)
             return runner.run_padded_eager(live, size, **inputs)
 
-        return self._by_sizes.setdefault(tuple(served), self._run(how))
+        return self._run(how)
 
     def _poisoned(self) -> _Scheduled:
         """Oracle 3."""
