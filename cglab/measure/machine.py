@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class Device:
     sms: int | None = None
     gpus: int | None = None
     cores: int | None = None
-    load: float | None = None
+    load: float | None = field(default=None, compare=False)
 
 
 def describe_device(device: torch.device | str) -> Device:

@@ -337,6 +337,7 @@ def test_a_record_tells_what_else_its_host_did(tmp_path):
     made = make_record(bench="decode", arm="full", device="cpu", run="r", metrics={"step_ms": 1.0})
     assert made.device.cores == os.cpu_count()
     assert made.device.load is not None and made.device.load >= 0 and made.device.gpus == 0
+    assert made.device == replace(made.device, load=99.0), "a machine is the same one, whatever else it does"
     append(tmp_path / "new.jsonl", [made])
     old = made.as_dict() | {"device": {"name": "NVIDIA H200", "kind": "cuda", "driver": "580.1", "sms": 132}}
     (tmp_path / "old.jsonl").write_text(json.dumps(old) + "\n")
