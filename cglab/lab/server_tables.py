@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from cglab.lab.markdown import Block, number, table
 from cglab.lab.recorded import recorded
@@ -28,7 +28,11 @@ class Servers(Block):
 
     name: str = "servers"
     bench: str = BENCH
-    not_recorded: ClassVar[str] = "*Not recorded yet.* `cglab serve-compare s1 --save` on a GPU records one."
+
+    @property
+    def not_yet(self) -> str:
+        """The block without records, which no bench makes."""
+        return "*Not recorded yet.* `cglab serve-compare s1 --save` on a GPU records one."
 
     def text(self, folder: Path | None) -> str:
         """The block from the records of a folder."""
@@ -42,7 +46,7 @@ class Servers(Block):
             for each in found.failures if each.shows_graph_times
         ]  # fmt: skip
         if not runs and not failed:
-            return self.not_recorded
+            return self.not_yet
         lines = [line for run in runs for line in _compared(run)]
         parts = [f"{_head(runs)}\n\n{table(COMPARED, lines)}"] if runs else []
         if failed:
