@@ -32,8 +32,9 @@ class Peers(Block):
             return self.not_yet
         where = (
             f"One decode token, from ids on the host to the next ids on the host, on one {results.where}; arms in "
-            "turns, with the lab's own (`full`) in every run. SGLang with Triton attention and PyTorch sampling, its "
-            "ModelRunner alone. The replay has its inputs on the device and reads nothing."
+            "turns, the lab's own (`full`) in every process: a peer is compared with that of its own. SGLang with "
+            "Triton attention and PyTorch sampling, its ModelRunner alone. The replay has its inputs on the device "
+            "and reads nothing."
         )
         where += f" On {results.beside}." if results.beside else ""
         return f"{where}\n\n{table(COLUMNS, map(_row, sorted(results.records, key=_order)))}"

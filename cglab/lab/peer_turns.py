@@ -15,7 +15,8 @@ from cglab.lab.step_metrics import Progress
 from cglab.measure.ab import ABResult, interleave
 from cglab.measure.drift import Drift
 from cglab.measure.parity import Parity, compare_tokens
-from cglab.measure.record import Metric, Record, make_record
+from cglab.measure.record import Metric, Record, first_line, make_record
+from cglab.measure.statistics import THRESHOLD
 
 SGLANG: Final = "sglang"
 """Its record's arm has the version too, as ``sglang-0.5.16``."""
@@ -132,12 +133,12 @@ class PeerTurns:
                 except Exception as error:  # noqa: BLE001 - one that fails must not lose the others
                     reasons[arm] = f"{type(error).__name__}: {error}"
             self.progress(f"{where}: turns")
-            times = self._turns(ready)
+            times, ours = self._turns(ready), next(iter(arms))
             for arm in arms:
                 metrics: dict[str, Metric] = {"floor_ms": seconds * 1e3}
                 shown: dict[str, Any] = {}
                 if arm in ready:
-                    metrics |= {**_timed(times, arm, seconds), **alone[arm], **ready[arm].metrics}
+                    metrics |= {**_timed(times, arm, ours, seconds), **alone[arm], **ready[arm].metrics}
                     parity = parities[arm]
                     shown = {
                         "samples": {"token_ms": [s * 1e3 for turn in times[arm].instances for s in turn]},
@@ -152,8 +153,10 @@ class PeerTurns:
         return {"replay_ms": None if replay is None else replay * 1e3, "host_us": host}
 
     def _turns(self, ready: Mapping[str, Peer]) -> ABResult:
-        """One that is alone has a second name, as turns are taken by two."""
+        """Without any there are none; one that is alone has a second name, as turns are taken by two."""
         timed = {arm: peer.seconds for arm, peer in ready.items()}
+        if not timed:
+            return ABResult((), (), THRESHOLD, 0, 0.0)
         if len(timed) < 2:
             timed["again"] = next(iter(timed.values()))
         return interleave(timed, repeats=self.repeats, warmup=self.warmup)
@@ -173,17 +176,23 @@ class PeerTurns:
         )
 
 
-def _timed(times: ABResult, arm: str, floor: float) -> dict[str, Metric]:
-    found = times[arm]
+def _timed(times: ABResult, arm: str, ours: str, floor: float) -> dict[str, Metric]:
+    """Times of an arm, and what they are compared with; nothing is, where that one is not among them."""
+    found, base = times[arm], times.arms[0]
     if found.median is None or found.interval is None:
         return _reason(found.error)
+    compared: dict[str, Metric] = {"ratio_to_ours": None, "verdict": None}
+    if base.name == ours != arm and base.median is not None:
+        compared = {
+            "ratio_to_ours": found.ratio, "verdict": found.verdict, "ours_ms": base.median * 1e3,
+        }  # fmt: skip
     return {
         "token_ms": found.median * 1e3, "token_low_ms": found.interval.low * 1e3,
-        "token_high_ms": found.interval.high * 1e3, "ratio_to_ours": found.ratio, "verdict": found.verdict,
+        "token_high_ms": found.interval.high * 1e3, **compared,
         "over_floor": found.median / floor, **_reason(found.error),
     }  # fmt: skip
 
 
 def _reason(reason: str | None) -> dict[str, Metric]:
     """Why an arm has no figures; nothing where it has."""
-    return {} if reason is None else {"error": reason}
+    return {} if reason is None else {"error": first_line(reason)}

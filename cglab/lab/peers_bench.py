@@ -2,7 +2,7 @@
 
 Same prompts, same context, same length of the cache; the same weights too, for all but an SGLang that made its own.
 The lab's captured step comes first and is what the others are compared with; a peer that cannot run, or fails, is a
-record with the reason. Records are of bench ``token``, which claim G2 reads.
+record with the reason, also where it takes its process along. Records are of bench ``token``, which claim G2 reads.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cglab.lab.opening import open_lab
 from cglab.lab.peer import Builder, Peer, Point, lab_peer, plain_peer
 from cglab.lab.peer_graphs import compile_peer as torch_compile
 from cglab.lab.peer_graphs import package_peer
+from cglab.lab.peer_groups import BENCH, PeerJob, measured_apart
 from cglab.lab.peer_sglang import SglangPeer, worker_arguments
 from cglab.lab.peer_transformers import batching_peer, eager_peer, shared_weights
 from cglab.lab.peer_transformers import compile_peer as transformers_compile
@@ -71,6 +72,7 @@ def peers(
     models: Sequence[str] | None = None,
     arms: Sequence[str] = ARMS,
     batches: Sequence[int] | None = None,
+    apart: bool = True,
 ) -> Iterator[Record]:
     """One decode token by every peer in turns, beside the floor.
 
@@ -81,6 +83,7 @@ def peers(
         models: names; by default ``qwen3-8b`` on a GPU and the shipped model on a CPU.
         arms: of ``ARMS``; ``full`` and the floor are always there, so that every run can be read by itself.
         batches: requests of a step; 1 and 16 on a GPU, 1 and 4 on a CPU.
+        apart: measures by groups, each in a process of its own with ``full``; else all in this one.
 
     Yields:
         A record for each arm of each step, those that could not run with the reason.
@@ -90,29 +93,47 @@ def peers(
     """
     chosen = chosen_arms(OURS, arms, ARMS)
     large = device.type == "cuda" and not quick
-    sizes = tuple(sorted(batches or ((1, 16) if large else (1, 4))))
+    sizes = tuple(sorted(set(batches or ((1, 16) if large else (1, 4)))))
     context, cache = (512, 1024) if large else (64, 128)
     calls, repeats, warmup = (5, 20, 3) if large else (1, 4, 1)
-    bandwidth = read_bandwidth(device, 4.0 if device.type == "cuda" else 0.2)
-    turns = PeerTurns("token", device, new_run(), calls, repeats, warmup, progress)
+    run = new_run()
     for name in models or ("qwen3-8b" if large else "pico-gqa",):
-        with ExitStack() as held:
-            sglang: TokenWorker | Exception = InputError("SGLang was not asked for")
-            if SGLANG in chosen:
-                sglang = start_sglang(held, turns, name, sizes[-1], cache)
-            progress(f"{name}: open")
-            lab = held.enter_context(
-                open_lab(name, device=device, max_batch=sizes[-1], max_context=cache, buckets=sizes)
-            )
-            theirs = shared(lab) if set(chosen) & set(TRANSFORMERS) else None
-            for batch in sizes:
-                with steady_decode(lab.engine, batch, context) as step:
-                    point = Point.of(lab, step)
-                    yield from turns.records(
-                        f"{name}, batch {batch}", {arm: _ready(arm, point, turns, theirs, sglang) for arm in chosen},
-                        _judge(point), (bytes_read(lab.model, lab.config, step) / bandwidth, FLOOR),
-                        workload={**lab.describe(step), "calls": calls}, **model_facts(lab),
-                    )  # fmt: skip
+        job = PeerJob(
+            name, str(device), run, chosen, sizes, context, cache, calls=calls, repeats=repeats, warmup=warmup
+        )
+        yield from measured_apart(job, progress) if apart else measured(job, progress)
+
+
+def measured(job: PeerJob, progress: Progress = silent) -> Iterator[Record]:
+    """Measures a job in this process.
+
+    Args:
+        job: what to measure.
+        progress: called with a line for every stage.
+
+    Yields:
+        A record for each arm of each step and for its floor.
+    """
+    device, name, most = torch.device(job.device), job.model, job.batches[-1]
+    bandwidth = read_bandwidth(device, 4.0 if device.type == "cuda" else 0.2)
+    turns = PeerTurns(BENCH, device, job.run, job.calls, job.repeats, job.warmup, progress)
+    with ExitStack() as held:
+        sglang: TokenWorker | Exception = InputError("SGLang was not asked for")
+        if SGLANG in job.arms:
+            sglang = start_sglang(held, turns, name, most, job.cache)
+        progress(f"{name}: open")
+        lab = held.enter_context(
+            open_lab(name, device=device, max_batch=most, max_context=job.cache, buckets=job.batches)
+        )
+        theirs = shared(lab) if set(job.arms) & set(TRANSFORMERS) else None
+        for batch in job.batches:
+            with steady_decode(lab.engine, batch, job.context) as step:
+                point = Point.of(lab, step)
+                yield from turns.records(
+                    f"{name}, batch {batch}", {arm: _ready(arm, point, turns, theirs, sglang) for arm in job.arms},
+                    _judge(point), (bytes_read(lab.model, lab.config, step) / bandwidth, FLOOR),
+                    workload={**lab.describe(step), "calls": job.calls}, **model_facts(lab),
+                )  # fmt: skip
 
 
 def chosen_arms(ours: str, arms: Sequence[str], good: Sequence[str]) -> tuple[str, ...]:

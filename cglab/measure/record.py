@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -123,6 +124,11 @@ class Record:
 def new_run() -> str:
     """A name for one run, by its time and process."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{os.getpid()}"
+
+
+def first_line(text: str) -> str:
+    """The first line of an error for a record, without folders of this machine, which are nobody else's business."""
+    return re.sub(r"(?<![^\s'\"(=])~?/\S*/", "", text.strip().split("\n", 1)[0])
 
 
 def _command() -> list[str]:

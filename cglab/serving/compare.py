@@ -7,7 +7,6 @@ rule alone errs often with three instances, and the rate is told wherever it is 
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 from cglab.errors import InputError, ServerError
 from cglab.measure.ab import schedule
-from cglab.measure.record import Record, make_record, new_run
+from cglab.measure.record import Record, first_line, make_record, new_run
 from cglab.measure.statistics import FEWEST_INSTANCES
 from cglab.serving import parity
 from cglab.serving.arm import ServerArm, command
@@ -247,7 +246,7 @@ def _record(
 
 def _failure(state: _Run, arm: ServerArm, turn: Turn) -> Record:
     """Why an arm ended, without its log and the folders of this machine."""
-    told = re.sub(r"/\S*/", "", str(turn.error).split("\n", 1)[0].split(" The log is ", 1)[0])
+    told = first_line(str(turn.error)).split(" The log is ", 1)[0]
     return make_record(
         bench=FAILED, arm=arm.name, device="cpu" if arm.device == "cpu" else "cuda", run=state.run,
         software=state.software, metrics={"started_s": turn.started_s},

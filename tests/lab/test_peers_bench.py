@@ -29,7 +29,7 @@ def records():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers_bench, "find_python", nowhere)
-        return list(peers(CPU, quick=True, arms=FEW, batches=(2,)))
+        return list(peers(CPU, quick=True, arms=FEW, batches=(2,), apart=False))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,8 @@ def test_one_that_fails_takes_no_other_with_it(monkeypatch):
     monkeypatch.setitem(LOCAL, "eager", partial(broken, fails=True))
     monkeypatch.setitem(LOCAL, "piecewise", partial(broken, fails=False))
     found = {
-        record.arm: record for record in peers(CPU, quick=True, arms=("eager", "piecewise"), batches=(1,))
+        record.arm: record
+        for record in peers(CPU, quick=True, arms=("eager", "piecewise"), batches=(1,), apart=False)
     }
     assert found["eager"].metrics["error"] == "RuntimeError: lost its way"
     assert found["full"].metrics["token_ms"] > 0
@@ -96,7 +97,7 @@ def test_one_that_fails_takes_no_other_with_it(monkeypatch):
 
 
 def test_ours_alone_is_measured_all_the_same():
-    full, floor = peers(CPU, quick=True, arms=("full",), batches=(1,))
+    full, floor = peers(CPU, quick=True, arms=("full",), batches=(1,), apart=False)
     assert (full.arm, floor.arm) == ("full", "floor") and full.metrics["token_ms"] > 0
 
 
