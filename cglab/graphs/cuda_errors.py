@@ -61,9 +61,8 @@ def explain(error: BaseException, foreign: Place | None = None) -> BaseException
             place=place,
             advice="pin staging buffers before the capture",
         )
-    if (
-        any(call in code for call in (".to(", ".cuda(", "tensor(", "from_numpy", ".copy_("))
-        and ".cpu(" not in code
+    if any(call in code for call in (".to(", ".cuda(", "tensor(", "from_numpy", ".copy_(")) and not any(
+        read in code for read in (".cpu(", "grouped_mm(")
     ):
         return NewInputError(
             f"host memory is copied to the device from inside the capture: {text}",

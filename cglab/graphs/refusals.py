@@ -29,6 +29,10 @@ DYNAMIC_ADVICE = (
     "use a form of fixed size (torch.where, a mask, topk with a fixed k, nonzero_static), "
     "or move it into a function marked @cglab.eager_break and capture with backend='breakable'"
 )
+GROUPED_ADVICE = (
+    "compute it in bfloat16, for which a GPU of compute capability 9 or 10 has a kernel that reads nothing, or take "
+    "another form of the experts (experts_implementation='batched_mm' in transformers), or an @cglab.eager_break"
+)
 NEW_INPUT_ADVICE = (
     "create it outside and hand it in as a slot, or build it from device operations such as torch.full"
 )
@@ -54,6 +58,13 @@ def _masks(indices: Any) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices or ())
 
 
+def _groups_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch multiplies group by group on a GPU, up to ends that it copies to the host."""
+    given = dict(zip(("self", "mat2", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
+    dtypes = {given["self"].dtype, given["mat2"].dtype, given.get("out_dtype") or torch.bfloat16}
+    return given.get("offs") is not None and dtypes != {torch.bfloat16}
+
+
 def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError | None:
     """The error for an operation that a stream capture would refuse, without its place; None if it is fine.
 
@@ -67,6 +78,12 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture
     if name in HOST_READS or checks:
         return HostReadError(
             "a value on the device is read on the host", operation=name, advice=HOST_READ_ADVICE
+        )
+    if name == "aten::_grouped_mm" and _groups_on_host(args, kwargs):
+        return HostReadError(
+            "the ends of the groups are read on the host: the grouped product has a kernel for bfloat16 alone",
+            operation=name,
+            advice=GROUPED_ADVICE,
         )
     masked = name in (
         "aten::index",

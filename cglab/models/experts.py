@@ -123,14 +123,15 @@ class RoutedExperts(nn.Module):
 def takes_groups(hidden: Tensor, down: Tensor) -> bool:
     """Whether the grouped product takes these rows and reads no count on the host.
 
-    It asks for rows of whole 16 bytes in the dtype of the weights, and on a GPU it is a kernel for bfloat16 alone.
+    It asks for rows of whole 16 bytes in the dtype of the weights, and is a kernel for bfloat16 alone: on a GPU, and so
+    on the tape that stands in for one.
 
     Args:
         hidden: [T, hidden_size].
         down: [experts, hidden_size, expert_size].
     """
     whole = all(width * down.element_size() % 16 == 0 for width in down.shape[1:])
-    return whole and hidden.dtype == down.dtype and (not hidden.is_cuda or down.dtype == torch.bfloat16)
+    return whole and hidden.dtype == down.dtype == torch.bfloat16
 
 
 def grouped(hidden: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -2,10 +2,21 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cglab
+from cglab.graphs.cuda_errors import explain
 
 HOST = torch.device("cpu")  # a module that was built on a CPU keeps such a one
+COPY = "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned."
+"""What torch says of a copy, in either direction."""
+
+
+def grouped(x, dtype):
+    """[2, 8]: each row of x [2, 2] by a matrix of its own."""
+    ends = torch.arange(1, 3, dtype=torch.int32)
+    rows = x.to(dtype).repeat(1, 4)
+    return F.grouped_mm(rows, rows.repeat(2, 4, 1), offs=ends)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +30,8 @@ HOST = torch.device("cpu")  # a module that was built on a CPU keeps such a one
         (lambda x: torch.linalg.inv(x), "aten::_linalg_check_errors"),
         (lambda x: torch.linalg.solve(x, x), "aten::_linalg_check_errors"),
         (lambda x: torch.linalg.cholesky_ex(x, check_errors=True).L, "aten::linalg_cholesky_ex"),
+        (lambda x: grouped(x, torch.float32), "aten::_grouped_mm"),
+        (lambda x: grouped(x, torch.float16), "aten::_grouped_mm"),
     ],
 )
 def test_a_read_on_the_host_is_refused_by_doctor_and_capture(step, operation):
@@ -40,7 +53,22 @@ def test_a_read_on_the_host_is_refused_by_doctor_and_capture(step, operation):
         lambda x: x.to(torch.device("cuda")) * 2,
         lambda x: x.to(torch.float64) * 2,
         lambda x: torch.linalg.cholesky_ex(x).L,
+        lambda x: grouped(x, torch.bfloat16),
+        lambda x: F.grouped_mm(x.repeat(3, 4, 4), x.repeat(3, 4, 4)),  # a batch has no groups
     ],
 )
 def test_what_stays_on_the_device_of_the_tensor_is_no_read(step):
     assert cglab.doctor(step, torch.eye(2)).healthy
+
+
+def test_a_grouped_product_that_copies_its_groups_is_explained_as_a_read_and_a_tensor_that_is_moved_is_not():
+    """A real capture says the same of both, and the line of both has a ``.to``."""
+    grouped_mm, x = torch._check, torch.ones(2)  # raises from within torch, as the product does
+
+    def explained(step):
+        with pytest.raises(RuntimeError) as raised:
+            step()
+        return type(explain(raised.value))
+
+    assert explained(lambda: grouped_mm(x.to(torch.int64) is x, lambda: COPY)) is cglab.errors.HostReadError
+    assert explained(lambda: torch._check(x.to("meta") is x, lambda: COPY)) is cglab.errors.NewInputError
