@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,11 @@ class Recorded:
 
     def __bool__(self) -> bool:
         return bool(self.records)
+
+    @property
+    def command(self) -> str:
+        """The bench of the command line that writes such records."""
+        return COMMANDS.get(self.bench, self.bench.replace("_", "-"))
 
     @property
     def device(self) -> str:
@@ -80,7 +85,7 @@ class Recorded:
 
     def __str__(self) -> str:
         if not self.records:
-            return f"no {self.bench} result of a GPU is recorded yet; `cglab bench {self.bench}` on one records it"
+            return f"no {self.bench} result of a GPU is recorded yet; `cglab bench {self.command}` on one records it"
         return f"{len(self.records)} {self.bench} results recorded on {self.where}"
 
 
@@ -88,6 +93,17 @@ VERDICTS = ("parity", "requests", "speculation")
 """Benches whose records say whether something held."""
 IN_PARTS = ("token", "first-token")
 """Benches whose arms may be those of several runs, each with what they are compared with in it."""
+COMMANDS: Mapping[str, str] = {
+    "token": "peers",
+    "ttft_crossover": "ttft",
+    "pp_prefill": "pipeline",
+    "pp_prefill_crossover": "pipeline",
+    "dsa_prefill": "dsa",
+    "dsa_prefill_sweep": "dsa",
+    "dsa_floor": "dsa",
+    "dsa_choice": "dsa",
+}
+"""What has a name of its own among the records of a command, which has another."""
 
 
 def newest(bench: str, records: Iterable[Record]) -> Recorded:

@@ -1,12 +1,14 @@
 """What the lab's measuring calls return: tables, words, files."""
 
 import json
+import re
 
 import pytest
 import torch
 
 import cglab
 from cglab.errors import ClosedError, InputError, ResultsError
+from cglab.lab.benches import BENCHES
 from cglab.lab.profiles import recorded_profile, trace_path
 from cglab.lab.prompts import LENGTH, TEXTS, encode, sample_prompts
 from cglab.lab.recorded import newest, recorded
@@ -127,3 +129,16 @@ def test_no_folder_and_no_records_are_nothing_recorded(tmp_path):
     for found in (recorded("decode", tmp_path / "none"), recorded("decode", tmp_path), newest("decode", [])):
         assert not found
         assert "no decode result of a GPU is recorded yet; `cglab bench decode`" in str(found)
+
+
+def test_whatever_is_not_recorded_names_a_command_that_there_is(root):
+    sources = [path.read_text(encoding="utf-8") for path in (root / "cglab/lab").glob("*.py")]
+    notebooks = [path.read_text(encoding="utf-8") for path in (root / "notebooks").glob("*.ipynb")]
+    made = re.compile(r"""\b(?:bench=|BENCH: Final = |PeerTurns\()"(\w[\w-]*)\"""")
+    asked = re.compile(r"""\brecorded\(\\?"([\w-]+)\\?"\)""")
+    names = {name for source in sources for name in made.findall(source)}
+    names |= {name for source in [*sources, *notebooks] for name in asked.findall(source)}
+    assert names >= {"decode", "token", "ttft_crossover", "dsa_prefill", "pp_prefill"}
+    prose = ["".join(cell["source"]) for each in notebooks for cell in json.loads(each)["cells"]]
+    said = "\n".join([*sources, *prose, *(str(newest(name, [])) for name in names)])
+    assert set(re.findall(r"`cglab bench (\w[\w-]*)", said)) <= set(BENCHES)
