@@ -28,7 +28,8 @@ class RecordedServers:
 
     Attributes:
         runs: records of each run, in the order in which they were made.
-        failures: of each device, SGLang, model and arm whose server failed the newest record of it.
+        failures: of each device, SGLang, model and arm whose server failed the newest record of it, unless the arm ran
+            since.
     """
 
     runs: tuple[tuple[Record, ...], ...]
@@ -72,10 +73,12 @@ def newest(records: Iterable[Record]) -> RecordedServers:
     by_run: dict[str, list[Record]] = defaultdict(list)
     failures: dict[tuple[object, ...], Record] = {}
     for record in records:
+        place = record.device.name, record.versions.get("sglang"), record.model, record.arm
         if record.bench == BENCH:
             by_run[record.run].append(record)
+            failures.pop(place, None)
         elif record.bench == FAILED:
-            failures[record.device.name, record.versions.get("sglang"), record.model, record.arm] = record
+            failures[place] = record
     runs = {_kind(run): tuple(run) for run in by_run.values()}
     return RecordedServers(tuple(runs.values()), tuple(failures.values()))
 
@@ -112,10 +115,11 @@ def require_one_comparison(records: Sequence[Record]) -> None:
 
 
 def _points(run: Iterable[Record]) -> Mapping[str, Mapping[str, list[Record]]]:
-    """Records by point, then by arm, the base first whoever had the first turn."""
+    """Records by point, then by arm, the base first whoever had the first turn, and also where it has none."""
     found: dict[str, dict[str, list[Record]]] = {}
     for record in sorted(run, key=lambda each: each.arm != each.workload.get("base", each.arm)):
-        found.setdefault(record.workload["name"], {}).setdefault(record.arm, []).append(record)
+        arms = found.setdefault(record.workload["name"], {record.workload.get("base", record.arm): []})
+        arms.setdefault(record.arm, []).append(record)
     return found
 
 

@@ -158,3 +158,27 @@ def test_engines_stand_beside_each_other_with_the_verdict_on_sglang(tmp_path):
         "| qwen3-8b | a point | lab | 13.50 | 4.60 | 600.00 | 212.00 | - | - | - |",
         "| qwen3-8b | a point | sglang | 13.50 | 4.60 | 600.00 | 212.00 | slower | no difference | faster |",
     ]
+
+
+def test_an_arm_that_ran_since_it_failed_is_no_failure_and_one_that_failed_since_is():
+    ran = run_of("2", 10, 10)
+    failed = replace(ran[1], run="1", bench="server_failures", notes="it ended")
+    assert not newest([failed, *ran]).failures
+    assert newest([*ran, failed]).failures == (failed,)
+    other = replace(failed, model="pico-dsa")
+    assert newest([failed, other, *ran]).failures == (other,)
+
+
+def test_at_a_point_that_the_base_never_reached_no_other_arm_takes_its_place(tmp_path):
+    asked = {"base": "off"}
+    reached = run_of("1", 10, 5, asked=asked)
+    alone = [turn("1", arm, i, 5.0, name="later", asked=asked) for i in range(3) for arm in ("on", "third")]
+    gpu = Device("NVIDIA H200", "cuda")
+    turns = [replace(each, device=gpu, notes="recipe s1, x") for each in (*reached, *alone)]
+    rows = [row for row in newest(turns).rows() if row["point"] == "later" and row["measure"] == "TTFT"]
+    assert [(row["arm"], row["verdict"]) for row in rows] == [
+        ("off", None), ("on", "undecided"), ("third", "undecided"),
+    ]  # fmt: skip
+    assert [row["change_percent"] for row in rows] == [None] * 3 and rows[0]["ms"] is None
+    append(tmp_path / "servers.jsonl", turns)
+    assert "| off, on | later | - -> 5.03 undecided |" in " ".join(Servers().text(tmp_path).split())
