@@ -12,7 +12,7 @@ from cglab.engine.load import Load
 from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.lab.facade import Lab
 from cglab.lab.opening import PAGE_SIZE, open_lab
-from cglab.lab.selection_rule import BENCH, SELECTING, WHOLE, point_of, selection_rule, step_costs
+from cglab.lab.selection_rule import BENCH, WHOLE, point_of, selection_rule, step_costs
 from cglab.lab.sparse_prefill import SparseArm
 from cglab.lab.step_metrics import ledger_metrics, model_facts
 from cglab.lab.ttft_grid import Point
@@ -68,7 +68,7 @@ def choice(lab: Lab, records: Sequence[Record], run: str) -> Record:
         records: as of ``swept``.
         run: of the bench.
     """
-    costs = step_costs(*(measured(arm, records) for arm in (SELECTING, WHOLE)))
+    costs = step_costs(records)
     rule, verdicts = selection_rule(costs), Counter(cost.verdict for cost in costs)
     return make_record(
         bench="dsa_choice", arm=WHOLE, device=lab.device, run=run,

@@ -3,12 +3,13 @@
 Recorded, scores and top-k are computed over a fixed extent of keys; as a break they cost the host a launch of their own
 in each layer. Which is less depends on the tokens of a step and on the room for cached ones, and on the machine: so the
 rule is made of what was measured there, by S3's rule of when a difference counts. A size is trusted as far as none
-below it lost, and room that was not measured is left to the break.
+below it lost, and room that was not measured is left to the break. Arms are compared where one run has both, in
+turns; where they gave other bits, recording the selection lost whatever its time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -38,12 +39,14 @@ class StepCost:
         cached: cached ones before them, likewise: what a recording of the selection has room for.
         selecting: TTFT in milliseconds by instance where the selection is a break (T9).
         whole: likewise where it is recorded (T9b).
+        corrupted: one of them gave other bits than the arm with all breaks.
     """
 
     tokens: int
     cached: int
     selecting: Instances
     whole: Instances
+    corrupted: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -58,27 +61,34 @@ def selection_rule(costs: Sequence[StepCost]) -> SelectionRule:
         sorted(costs, key=lambda cost: (cost.cached, cost.tokens)), lambda cost: cost.cached
     ):
         limits[room] = 0
-        for tokens, steps in groupby(same_room, lambda cost: cost.tokens):
+        for tokens, same_step in groupby(same_room, lambda cost: cost.tokens):
+            steps = list(same_step)
             verdicts = {cost.verdict for cost in steps}
-            if "slower" in verdicts:
+            if "slower" in verdicts or any(cost.corrupted for cost in steps):
                 break
             if "faster" in verdicts:
                 limits[room] = tokens
     return SelectionRule(tuple(limits.items()))
 
 
-def step_costs(selecting: Mapping[Point, Record], whole: Mapping[Point, Record]) -> list[StepCost]:
-    """What the DSA bench recorded at the points that both arms have.
+def step_costs(records: Iterable[Record]) -> list[StepCost]:
+    """What the DSA bench recorded at the points where one run has both arms; of several runs the newest.
 
     Args:
-        selecting: records of the arm whose only break is the selection.
-        whole: of the arm without breaks.
+        records: of the bench, in the order in which they were made.
     """
+    runs: dict[tuple[Point, str], dict[str, Record]] = {}
+    for record in records:
+        if record.arm in (SELECTING, WHOLE):
+            runs.setdefault((point_of(record), record.run), {})[record.arm] = record
+    newest = {point: arms for (point, _), arms in runs.items() if len(arms) == 2}
     found = []
-    for point in sorted(selecting.keys() & whole.keys(), key=str):
-        step = selecting[point].workload["step"]
-        costs = (_by_instance(records[point]) for records in (selecting, whole))
-        found.append(StepCost(step["tokens"], step["cached"] * step["requests"], *costs))
+    for point in sorted(newest, key=str):
+        selecting, whole = newest[point][SELECTING], newest[point][WHOLE]
+        step = whole.workload["step"]
+        corrupted = any((each.parity or {}).get("verdict") == "corrupted" for each in (selecting, whole))
+        times = _by_instance(selecting), _by_instance(whole)
+        found.append(StepCost(step["tokens"], step["cached"] * step["requests"], *times, corrupted))
     return found
 
 
@@ -100,12 +110,12 @@ def recorded_rule(model: str, dtype: torch.dtype, device: torch.device) -> Selec
     Raises:
         ResultsError: if a file of results cannot be read.
     """
-    folder, found = results_folder(), dict[str, dict[Point, Record]]()
+    folder = results_folder()
     like = (BENCH, model, str(dtype).removeprefix("torch."), describe_device(device).name)
-    for record in load(folder).records if folder.exists() else ():
-        if (record.bench, record.model, record.dtype, record.device.name) == like:
-            found.setdefault(record.arm, {})[point_of(record)] = record
-    return selection_rule(step_costs(found.get(SELECTING, {}), found.get(WHOLE, {})))
+    stored = load(folder).records if folder.exists() else ()
+    return selection_rule(
+        step_costs(each for each in stored if (each.bench, each.model, each.dtype, each.device.name) == like)
+    )
 
 
 def point_of(record: Record) -> Point:

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from cglab.graphs.coverage import Reason
 from cglab.lab.selection_rule import SelectionRule, StepCost, selection_rule, step_costs
-from cglab.lab.ttft_grid import Point
 from cglab.measure.record import make_record
 
 VERDICTS = {"faster": 0.8, "no difference": 1.01, "slower": 1.3}
@@ -65,18 +64,43 @@ def test_the_rule_is_slower_nowhere_and_leaves_out_no_win_below_which_nothing_lo
         assert recorded or each.verdict != "faster" or "slower" in below
 
 
+def record(arm, ms, run="run", *, cached=32768, verdict="bitwise"):
+    """One arm at a point of three instances."""
+    return make_record(
+        bench="dsa_prefill", arm=arm, device=torch.device("cpu"), run=run, metrics={"instances": 3.0},
+        samples={"ttft_ms": [ms, ms + 0.1] * 3}, parity={"verdict": verdict},
+        workload={
+            "fresh": 512, "cached": cached, "concurrency": 4,
+            "step": {"tokens": 2048, "cached": cached, "requests": 4},
+        },
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("whole", [8.0, 12.0])
 def test_costs_are_read_from_records_by_instance(whole):
-    point, other = Point(512, 32768, 4), Point(8192, 0, 1)
-
-    def record(ms):
-        times = [ms, ms + 0.1] * 3
-        return make_record(
-            bench="dsa_prefill", arm="any", device=torch.device("cpu"), run="run", metrics={"instances": 3.0},
-            samples={"ttft_ms": times}, workload={"step": {"tokens": 2048, "cached": 32768, "requests": 4}},
-        )  # fmt: skip
-
-    (found,) = step_costs({point: record(10.0), other: record(1.0)}, {point: record(whole)})
+    (found,) = step_costs([
+        record("breaks", 1.0), record("graph", 10.0), record("whole", whole), record("graph", 1.0, cached=0),
+    ])  # fmt: skip
     assert (found.tokens, found.cached) == (2048, 4 * 32768)
     assert found.selecting == [[10.0, 10.1]] * 3 and found.whole == [[whole, whole + 0.1]] * 3
-    assert found.verdict == ("faster" if whole < 10 else "slower")
+    assert found.verdict == ("faster" if whole < 10 else "slower") and not found.corrupted
+
+
+def test_arms_of_several_runs_are_no_cost_and_of_whole_runs_the_newest_counts():
+    first, second = (
+        [record("graph", 10.0, run), record("whole", ms, run)] for run, ms in (("1", 8.0), ("2", 12.0))
+    )
+    ended = record("graph", 99.0, "3")
+    assert step_costs([record("graph", 10.0, "0"), record("whole", 8.0, "00")]) == []
+    (found,) = step_costs([*first, *second, ended])
+    assert found.selecting[0] == [10.0, 10.1] and found.whole[0] == [12.0, 12.1]
+
+
+@pytest.mark.parametrize("wrong", ["graph", "whole"])
+def test_where_bits_differed_the_selection_is_not_recorded_however_fast(wrong):
+    arms = {"graph": 10.0, "whole": 8.0}
+    made = [record(arm, ms, verdict="corrupted" if arm == wrong else "bitwise") for arm, ms in arms.items()]
+    (found,) = step_costs(made)
+    assert found.verdict == "faster" and selection_rule([found]).limits == ((4 * 32768, 0),)
+    larger = cost(4096, 4 * 32768, "faster")
+    assert selection_rule([found, larger]).limits == ((4 * 32768, 0),), "nor is a larger step trusted"
