@@ -117,7 +117,7 @@ def test_nothing_is_compared_with_another_than_ours_where_that_is_lost(monkeypat
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("cannot read '/root/models/a.json'\nmore", "cannot read 'a.json'"),
+        ("cannot read '/srv/models/a.json'\nmore", "cannot read 'a.json'"),
         ("no answer of http://127.0.0.1:30000/generate in 3 tokens/s", None),
         (f"OSError: {os.sep}tmp/x/y (as ~/z/w)", "OSError: y (as w)"),
     ],
