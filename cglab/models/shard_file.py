@@ -32,14 +32,16 @@ def opened(shard: Path) -> Iterator[Any]:
     """The tensors of a file, by safetensors' own handle; a compressed one is a file of its own for that long.
 
     Raises:
-        ModelError: if a compressed file is too large.
+        ModelError: if a compressed file is too large, or there is no room to expand it.
         SafetensorError, OSError, LZMAError, EOFError: if it is damaged.
     """
     if shard.suffix != SUFFIX:
         with safe_open(shard, framework="pt") as tensors:
             yield tensors
         return
-    with TemporaryDirectory() as folder:
+    with _writing(shard):
+        temporary = TemporaryDirectory()
+    with temporary as folder:
         whole = Path(folder, shard.stem)
         _expand(shard, whole)
         with safe_open(whole, framework="pt") as tensors:
@@ -47,14 +49,29 @@ def opened(shard: Path) -> Iterator[Any]:
 
 
 def _expand(shard: Path, whole: Path) -> None:
-    with lzma.open(shard) as compressed, whole.open("wb") as file:
+    size = 0
+    with lzma.open(shard) as compressed:
         while content := compressed.read(_STEP):
-            if file.tell() + len(content) > MOST_BYTES:
+            size += len(content)
+            if size > MOST_BYTES:
                 raise ModelError(
                     f"{shard} holds more than {MOST_BYTES >> 20} MiB, too much for a compressed file; "
                     f"expand it to {shard.stem} beside it where you trust it"
                 )
-            file.write(content)
+            with _writing(shard), whole.open("ab") as file:
+                file.write(content)
+
+
+@contextmanager
+def _writing(shard: Path) -> Iterator[None]:
+    """Tells a disk that is full from a file that is damaged, which another download would mend."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"{shard} cannot be expanded in the folder for temporary files ({error}); free space there, or set TMPDIR "
+            "to a folder that can be written"
+        ) from error
 
 
 def compress(shard: Path) -> Path:

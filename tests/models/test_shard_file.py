@@ -1,5 +1,6 @@
 """A compressed file of weights is the same file, to the bit; a damaged or oversized one is refused by name."""
 
+import errno
 import lzma
 
 import pytest
@@ -52,6 +53,21 @@ def test_a_file_that_would_fill_the_disk_is_refused(folder, monkeypatch):
     monkeypatch.setattr(shard_file, "MOST_BYTES", 1 << 10)
     path = compress(folder / "model.safetensors")
     with pytest.raises(ModelError, match="holds more than 0 MiB, too much for a compressed file"):
+        check_draft_shards([path], {}, "Assistant")
+
+
+@pytest.mark.parametrize("where", ["folder", "file"])
+def test_a_disk_without_room_is_no_damage_of_the_file(folder, monkeypatch, where):
+    path = compress(folder / "model.safetensors")
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if where == "folder":
+        monkeypatch.setattr(shard_file, "TemporaryDirectory", refuse)
+    else:
+        monkeypatch.setattr(shard_file.Path, "open", refuse)
+    with pytest.raises(ModelError, match=r"cannot be expanded .*No space left on device.*set TMPDIR"):
         check_draft_shards([path], {}, "Assistant")
 
 

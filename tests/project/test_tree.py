@@ -51,7 +51,7 @@ def test_no_tracked_file_names_a_host_a_machine_or_its_making(root):
         ("open('/ho" + "me/ada/cglab')", True),
         ('File "/wo' + 'rk/main/cglab/x.py"', True),
         ("Co-Authored" + "-By: someone", True),
-        ("/.work/ and ~/work/x and data/work/y", False),
+        ("/.wo" + "rk/ and ~/wo" + "rk/x and data/wo" + "rk/y", False),
         ("with captured.capture_session(stream):", False),
     ],
 )
