@@ -60,6 +60,8 @@ def progress_bar(total: int | None, title: str, unit: str = "step") -> Iterator[
     # The delay keeps a refusal at once free of an empty bar.
     with tqdm(total=total, desc=title, unit=unit, delay=0.1, **pace) as bar:
         yield bar
+        if not live and bar.n and bar.last_print_t == bar.start_t:
+            note(str(bar))  # over before the first line was due; tqdm says nothing of such a run
 
 
 def advance(bar: Any, what: str) -> None:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from cglab.commands import measuring
+from cglab.commands.console import progress_bar
 from cglab.lab.benches import Bench
 from cglab.lab.checking import CASES
 from cglab.lab.parity_matrix import ArmRow, ParityMatrix
@@ -40,6 +41,21 @@ def test_parity_of_decode_holds_and_its_progress_is_on_standard_error(command):
     assert (found["technique"], found["cases"], found["mismatches"]) == ("decode", 4, [])
     assert found["bitwise"] is True and found["tokens_equal"] is True
     assert "parity of decode" in run.stderr and "4/4" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("cases", "told"),
+    [
+        pytest.param(4, "parity of decode: 100%", id="over before a line is due"),
+        pytest.param(0, "", id="refused at once"),
+    ],
+)
+def test_a_log_is_told_of_every_run_that_came_to_something(capsys, cases, told):
+    with progress_bar(4, "parity of decode", "case") as bar:
+        for _ in range(cases):
+            bar.update()
+    said = capsys.readouterr().err
+    assert said.startswith(told) and (("4/4" in said) if cases else not said)
 
 
 def matrix_of(*verdicts):
