@@ -88,16 +88,24 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> Generator[None, objec
 
 
 @pytest.fixture(scope="session", autouse=True)
-def frozen_heap() -> Generator[None]:
-    """Captures and closed labs collect garbage; what was imported is not worth looking through a thousand times."""
+def loaded_late() -> Generator[None]:
+    """A capture brings in what torch loads late; the end of the process finds nothing frozen."""
     import cglab
 
     with cglab.capture(lambda x: x.sum(-1).relu(), slots={"x": cglab.Slot()}, buckets=(1,)) as captured:
-        captured(x=torch.ones(1, 2))  # brings in what torch loads late
-    gc.collect()
-    gc.freeze()
+        captured(x=torch.ones(1, 2))
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap(loaded_late) -> None:
+    """Captures and closed labs collect garbage; what was imported is not worth looking through a thousand times.
+
+    At every file anew: its imports are new (a compiler alone is half a million objects), and code under test thaws.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
