@@ -103,6 +103,7 @@ COMMANDS: Mapping[str, str] = {
     "dsa_prefill": "dsa",
     "dsa_prefill_sweep": "dsa",
     "dsa_floor": "dsa",
+    "dsa_ablation_turn": "dsa-ablation",
     "dsa_choice": "dsa",
 }
 """What has a name of its own among the records of a command, which has another."""

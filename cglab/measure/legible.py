@@ -47,6 +47,7 @@ WHOLE: Final = Kind(
 NUMBER: Final = Kind("a number", is_number)
 TRUTH: Final = Kind("true or false", lambda value: isinstance(value, bool))
 COUNTS: Final = Kind("a list of whole numbers from 1", _listed(COUNT.fits))
+NUMBERS: Final = Kind("a list of numbers", _listed(is_number))
 TIMES: Final = Kind("a list of times", _listed(lambda value: is_number(value) and value > 0))
 ANYTHING: Final = Kind("there", lambda value: value is not None)
 COSTS: Final = dict.fromkeys(
@@ -66,6 +67,12 @@ NEEDED: Final[Mapping[str, Mapping[str, Kind]]] = {
         "workload.fresh": COUNT, "workload.cached": SIZE, "workload.concurrency": COUNT,
         "workload.step.tokens": COUNT, "workload.step.cached": SIZE, "workload.step.requests": COUNT,
         "samples.ttft_ms": TIMES, "metrics.instances": WHOLE, "metrics.ttft_ratio?": NUMBER, "metrics.bitwise?": TRUTH,
+    },
+    "dsa_ablation_turn": {
+        "workload.round": SIZE, "workload.payload": ANYTHING,
+        **{f"samples.{name}_ms": TIMES for name in ("ttft", "tpot", "e2e", "round")},
+        **{f"samples.{name}": NUMBERS for name in ("queueing_ms", "output_tokens", "output_lengths")},
+        **{f"metrics.{name}": NUMBER for name in ("tokens_s", "accept_length", "errors", "preemptions")},
     },
     "dsa_prefill_sweep": COSTS,
     "dsa_ablation": COSTS,
