@@ -138,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     demo = add("demo", "demo:demo", "the tour: notebook, report and results of a real model", as_json=False)
-    demo.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where to (default: out)")
+    demo.add_argument(
+        "--out", type=_folder, default=Path("out"), metavar="DIR", help="where to (default: out)"
+    )
 
     add("techniques", "tables:techniques", "what can be captured, and by which toggle")
 
@@ -156,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("--plant", metavar="NAME", help="break one guard on purpose, to see it told")
 
     bench = add("bench", "measuring:bench", "measures one bench, arms in turns")
-    bench.add_argument("name", metavar="NAME", help="the bench; an unknown name lists them all")
+    bench.add_argument("name", metavar="NAME", nargs="?", help="the bench; without it all are listed")
     bench.add_argument("--quick", action="store_true", help="fewer and smaller points")
     bench.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE",
@@ -164,7 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     keep = bench.add_mutually_exclusive_group()
     keep.add_argument("--save", action="store_true", help="add the records to data/results")
-    keep.add_argument("--record", type=Path, metavar="DIR", help="add the records to a file in this folder")
+    keep.add_argument(
+        "--record", type=_folder, metavar="DIR", help="add the records to a file in this folder"
+    )
 
     serve = add("serve-compare", "serving:serve_compare", "a recipe's arms on real SGLang servers, in turns")
     serve.add_argument(
@@ -173,15 +177,21 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--instances", type=_count, default=3, metavar="N", help="servers of each arm (default: 3)"
     )
-    serve.add_argument("--order", metavar="ABBAAB", help="the turns; forward and backward rounds if left out")
+    serve.add_argument(
+        "--order", type=_word, metavar="ABBAAB", help="the turns; forward and backward rounds if left out"
+    )
     serve.add_argument(
         "--confirm", type=_count, metavar="N", help="instances to go on to where a difference shows"
     )
     # Every command has its home in ``run``.
-    serve.add_argument("--run", dest="run_name", metavar="NAME", help="joins the records of several commands")
-    serve.add_argument("--variant", metavar="NAME", help="published, gpu or cpu (default: by the device)")
     serve.add_argument(
-        "--model", metavar="NAME", help="another model than the recipe's: a folder or a hub id"
+        "--run", dest="run_name", type=_word, metavar="NAME", help="joins the records of several commands"
+    )
+    serve.add_argument(
+        "--variant", type=_word, metavar="NAME", help="published, gpu or cpu (default: by the device)"
+    )
+    serve.add_argument(
+        "--model", type=_word, metavar="NAME", help="another model than the recipe's: a folder or a hub id"
     )
     serve.add_argument(
         "--deadline",
@@ -191,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds for a server's start, and for its points",
     )
     serve.add_argument(
-        "--out", type=Path, default=Path("out/servers"), metavar="DIR", help="logs, data, records"
+        "--out", type=_folder, default=Path("out/servers"), metavar="DIR", help="logs, data, records"
     )
     serve.add_argument("--save", action="store_true", help="add the records to data/results instead")
 
@@ -209,6 +219,17 @@ def _parser() -> argparse.ArgumentParser:
         help="a function without arguments, or FILE defines example_inputs(): a tuple or a dict of inputs",
     )  # fmt: skip
     return parser
+
+
+def _word(text: str) -> str:
+    if not text.strip():
+        message = "the value is empty; leave the option out, or say what is meant"
+        raise argparse.ArgumentTypeError(message)
+    return text
+
+
+def _folder(text: str) -> Path:
+    return Path(_word(text))  # an empty path would be the folder that this runs in
 
 
 def _count(text: str) -> int:

@@ -27,6 +27,8 @@
     +-- ServerError             a server did not start, died or gave no answer
     +-- ResultsError            recorded results cannot be read or written
     +-- RankError               ranks that work together do not: one is lost, late, or was told something else
+    +-- TokenRangeError         a step handed out a token id that the vocabulary does not have
+    +-- RecompiledError         the compiler ran where everything was to be compiled before
     +-- ClosedError             the object was closed
     +-- AccountingError         who owns which KV page does not add up: a fault of the lab
 
@@ -35,9 +37,29 @@ Messages carry three things: the fact, the good values, and the next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
+
+
+def no_such(kind: str, name: object, good: Iterable[object]) -> str:
+    """Says that there is no such name, which is the nearest, and which there are.
+
+    Args:
+        kind: what is named, in words.
+        name: what was asked for.
+        good: the names there are.
+    """
+    names = [str(each) for each in good]
+    return f"{name!r} is no {kind}{nearest(name, names)}; good names: {', '.join(names) or 'none'}"
+
+
+def nearest(name: object, good: Iterable[object]) -> str:
+    """The good names that ``name`` may have been meant for, as a question in brackets; nothing if none is near."""
+    by_lower = {str(each).lower(): str(each) for each in good}
+    meant = [by_lower[each] for each in get_close_matches(str(name).lower(), by_lower, n=2, cutoff=0.75)]
+    return f" (did you mean {' or '.join(meant)}?)" if meant else ""
 
 
 class CglabError(Exception):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cglab.errors import DeviceError, ToggleError
+from cglab.errors import DeviceError, ToggleError, no_such
 
 if TYPE_CHECKING:
     import torch
@@ -79,8 +79,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     variables = os.environ if environment is None else environment
     unknown = sorted(name for name in variables if name.startswith("CGLAB_") and name not in VARIABLES)
     if unknown:
-        message = f"{unknown[0]} is not a setting; the settings are {', '.join(VARIABLES)}"
-        raise ToggleError(message)
+        raise ToggleError(no_such("setting", unknown[0], VARIABLES))
     requested = variables.get("CGLAB_DEVICE") or "auto"
     if requested not in DEVICES:
         message = f"CGLAB_DEVICE={requested!r} is not a device setting; good values are {', '.join(DEVICES)}"

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cglab.errors import CglabError
+from cglab.lab.claims_table import Targets
 from cglab.lab.markdown import Block, between, number, table
-from cglab.lab.peer_table import Peers
+from cglab.lab.peer_table import Fastest, Peers
 from cglab.lab.recorded import Recorded, recorded
 from cglab.lab.server_tables import Engines, Servers
 from cglab.lab.zoo_table import Zoo
@@ -198,8 +199,8 @@ def _count(record: Record, name: str) -> int:
 
 
 BLOCKS: Mapping[str, Sequence[Block]] = {
-    "README.md": (DECODE, Peers()),
-    "data/results/README.md": (TTFT, PREFILL, Servers(), Engines(), Checks(), Zoo()),
+    "README.md": (Targets(), DECODE, Fastest()),
+    "data/results/README.md": (Peers(), TTFT, PREFILL, Servers(), Engines(), Checks(), Zoo()),
 }
 """The blocks of each file."""
 

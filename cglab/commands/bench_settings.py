@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
-from cglab.errors import InputError
+from cglab.errors import InputError, nearest
 
 COMMON = ("device", "quick", "progress")
 """What every bench takes, and has options of its own for."""
@@ -31,17 +31,24 @@ def read_settings_of(bench: Callable[..., Any], words: Sequence[str]) -> dict[st
             of another kind.
     """
     hints = get_type_hints(bench)
-    names = [name for name in inspect.signature(bench).parameters if name not in COMMON]
+    names = settings_of(bench)
     found: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or name not in names:
-            known = ", ".join(f"{each}={_good(hints[each])}" for each in names) or "no settings"
-            raise InputError(f"{word!r} is no setting of this bench; it has {known}")
+            known = ", ".join(f"{each}={good}" for each, good in names.items()) or "no settings"
+            raise InputError(f"{word!r} is no setting of this bench{nearest(name, names)}; it has {known}")
         if name in found:
             raise InputError(f"{name} is set twice; give a list's members in one word: {name}=A,B")
         found[name] = _value(name, value, hints[name])
     return found
+
+
+def settings_of(bench: Callable[..., Any]) -> dict[str, str]:
+    """The settings of a bench, and how a value of each is written."""
+    hints = get_type_hints(bench)
+    names = inspect.signature(bench).parameters
+    return {name: _good(hints[name]) for name in names if name in hints and name not in COMMON}
 
 
 def refuse_decided(decided: Sequence[str], given: Mapping[str, Any]) -> None:
@@ -73,6 +80,8 @@ def _kind(hint: Any) -> tuple[type, bool]:
 def _value(name: str, text: str, hint: Any) -> Any:
     kind, many = _kind(hint)
     words = text.split(",") if many else [text]
+    if "" in words:
+        raise InputError(f"{name}={text} has an empty value in it; good values are {_good(hint)}")
     try:
         values = [_reader(kind)(word) for word in words]
     except (KeyError, ValueError):

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from cglab.commands.console import FAILS, HOLDS, Outcome
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.graphs.doctor import doctor
 
 Args = tuple[Any, ...]
@@ -34,7 +34,7 @@ def examine(options: Namespace) -> Outcome:
     module = _load(path)
     function = getattr(module, name, None)
     if not callable(function):
-        raise InputError(f"{path} has no function {name!r}; it has {', '.join(_functions(module)) or 'none'}")
+        raise InputError(no_such(f"function of {path}", name, _functions(module)))
     args, inputs = _inputs(module, function, name, path)
     with _users(f"{name} itself fails on these inputs", path, "; give inputs that it runs on"):
         report = doctor(function, *args, **inputs)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from cglab import settings
-from cglab.commands.bench_settings import read_settings_of, refuse_decided
+from cglab.commands.bench_settings import read_settings_of, refuse_decided, settings_of
 from cglab.commands.console import FAILS, HOLDS, Outcome, advance, note, progress_bar, text_table
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.lab.benches import BENCHES
 from cglab.lab.checking import check_technique
 from cglab.lab.parity_matrix import ArmRow, NotRun, plan_matrix, run_matrix
@@ -80,11 +80,12 @@ def _reasons(not_run: Sequence[NotRun]) -> list[str]:
 
 
 def bench(options: Namespace) -> Outcome:
-    """Measures one bench; status 1 if an arm did other work than its oracle, or a suite failed."""
+    """Measures one bench; status 1 if an arm did other work than its oracle, or a suite failed. Unnamed: lists them."""
+    if options.name is None:
+        return _benches(options)
     chosen = BENCHES.get(options.name)
     if chosen is None:
-        known = "; ".join(f"{name} ({each.text})" for name, each in BENCHES.items())
-        raise InputError(f"{options.name!r} is no bench; there are {known}")
+        raise InputError(f"{no_such('bench', options.name, BENCHES)}; `cglab bench` says what each measures")
     given = read_settings_of(chosen.run, options.set)
     if options.quick:
         refuse_decided(chosen.quick, given)
@@ -101,6 +102,16 @@ def bench(options: Namespace) -> Outcome:
     return Outcome(
         format_table(records), [r.as_dict() for r in records], HOLDS if all(map(_holds, records)) else FAILS
     )
+
+
+def _benches(options: Namespace) -> Outcome:
+    if options.quick or options.set or options.save or options.record is not None:
+        raise InputError("no bench is named; `cglab bench` alone lists them")
+    rows = [
+        {"bench": name, "measures": each.text, "settings": settings_of(each.run)}
+        for name, each in BENCHES.items()
+    ]
+    return Outcome(text_table(("bench", "measures"), [(row["bench"], row["measures"]) for row in rows]), rows)
 
 
 def _holds(record: Record) -> bool:

@@ -10,7 +10,7 @@ from typing import get_args
 
 from cglab import settings
 from cglab.commands.console import FAILS, HOLDS, Outcome, note, text_table
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.lab.techniques import TECHNIQUES
 from cglab.measure.claims import ClaimResult, PartResult, Status, evaluate, load_claims
 from cglab.measure.published import load_published
@@ -112,7 +112,7 @@ def _claims(claims: Sequence[ClaimResult], wanted: Sequence[str]) -> Outcome:
     """
     known = [claim.id for claim in claims]
     if unknown := [each for each in wanted if each not in (*known, ALL)]:
-        raise InputError(f"{unknown[0]!r} is no claim; there are {', '.join(known)}, and {ALL}")
+        raise InputError(no_such("claim", unknown[0], (*known, ALL)))
     chosen = [claim for claim in claims if not wanted or claim.id in wanted or ALL in wanted]
     text = "\n\n".join(map(_told, chosen)) if wanted else _overview(chosen)
     unmet = any(claim.status == "unmet" for claim in chosen)

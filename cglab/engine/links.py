@@ -1,7 +1,9 @@
 """What the ranks of a pipeline say to each other, each time under a deadline.
 
-Proxies go from a stage to the next: on GPUs through NCCL, on a CPU through Gloo. Tokens, and what all ranks agree on,
-go through Gloo always, as they are needed on the host. Nothing tells the size of a message: every rank plans the same
+Proxies go from a stage to the next: on GPUs through NCCL, on a CPU through Gloo. NCCL refuses two ranks on one GPU:
+where ranks share one, all proxies go through Gloo, which takes memory of the host alone, so that they are copied there
+and back; that shows that a pipeline is right, and nothing of its speed. Tokens, and what all ranks agree on, go through
+Gloo always, as they are needed on the host. Nothing tells the size of a message: every rank plans the same
 batches. Where a peer is lost, late, or closes its connections, the wait ends in an error that names the peer; its own
 rank then stops too, so that no rank is left waiting (B79).
 """
@@ -9,9 +11,10 @@ rank then stops too, so that no rank is left waiting (B79).
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +34,38 @@ MOST_SENT = 16
 """Messages that may be under way before the oldest is waited for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """How proxies get from a stage to the next; told in records.
+
+    Attributes:
+        kind: of the devices, ``cpu`` or ``cuda``.
+        sharing: ranks on one device at most.
+        staged: whether proxies are copied to host memory and back.
+    """
+
+    kind: str
+    sharing: int
+    staged: bool
+
+    @classmethod
+    def of(cls, kind: str, devices: Sequence[int], *, staged: bool = False) -> Joint:
+        """Through host memory where two ranks have one GPU, or where it is asked for.
+
+        Args:
+            kind: of the devices.
+            devices: index of each rank's device, by rank; the ranks see the same devices.
+            staged: whether it is asked for.
+        """
+        sharing = max(Counter(devices).values())
+        return cls(kind, sharing, staged or (kind == "cuda" and sharing > 1))
+
+    def __str__(self) -> str:
+        if self.staged:
+            return f"gloo through host memory, one device shared by {self.sharing} stages"
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+
 class StageLinks:
     """One rank among those of a pipeline; stage and rank have the same number.
 
@@ -41,6 +76,10 @@ class StageLinks:
             variables.
         rank: this one.
         count: ranks in all.
+        staged: proxies go through host memory even where they need not.
+
+    Attributes:
+        joint: how proxies go.
 
     Raises:
         RankError: if not all ranks came before the deadline.
@@ -55,6 +94,7 @@ class StageLinks:
         store: Path | None = None,
         rank: int = 0,
         count: int = 1,
+        staged: bool = False,
     ) -> None:
         met: dict[str, Any] = {}
         if store is not None:
@@ -68,9 +108,9 @@ class StageLinks:
         with self._waiting("all ranks to come"):
             dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=deadline), **met)
             self._ranks = ProcessRanks()
-            self.gather(
-                torch.zeros(1)
-            )  # Gloo connects on first use: here, where all ranks are at the same place
+            # Gloo connects on first use: here, where all ranks are at the same place. NCCL would, too: not yet.
+            devices = self.gather(torch.tensor([device.index or 0])).flatten().tolist()
+        self.joint = Joint.of(device.type, devices, staged=staged)
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -104,17 +144,31 @@ class StageLinks:
             RankError: if it does not, before the deadline.
         """
         received = {proxy.name: proxy.empty(tokens, self.device) for proxy in proxies}
+        landing = (
+            {name: self._on_host(each) for name, each in received.items()} if self.joint.staged else received
+        )
         with self._waiting(f"proxies of rank {self.rank - 1}"):
-            works = [dist.irecv(each, self.rank - 1, tag=PROXIES) for each in received.values()]
+            works = [dist.irecv(each, self.rank - 1, tag=PROXIES) for each in landing.values()]
             for work in works:
                 if work is not None:
                     work.wait()
+        if self.joint.staged:
+            for name, each in landing.items():
+                received[name].copy_(each)
         return received
 
     def send(self, proxies: Mapping[str, Tensor]) -> None:
-        """Hands proxies to the next stage; returns at once, and keeps them until they have gone."""
+        """Hands proxies to the next stage; returns at once, and keeps them until they have gone.
+
+        Through host memory once they are computed: the copy waits for them.
+        """
         for each in proxies.values():
-            self._send(each, self.rank + 1, PROXIES)
+            sent = self._on_host(each).copy_(each) if self.joint.staged else each
+            self._send(sent, self.rank + 1, PROXIES)
+
+    def _on_host(self, like: Tensor) -> Tensor:
+        """Host memory for a copy of a tensor to or from this rank's device; pinned, where that is a GPU."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
 
     def hand_out(self, tokens: Tensor) -> list[int]:
         """The next tokens, which the last stage has chosen, to all other ranks: [chunks] int64."""

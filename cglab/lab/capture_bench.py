@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.graphs.buckets import bucket_list, sglang_prefill
 from cglab.graphs.ledger import CaptureCost, explain_growth
 from cglab.lab.apart import runner_apart
@@ -67,7 +67,7 @@ def capture(
         InputError: for an unknown part.
     """
     if unknown := sorted(set(parts) - set(PARTS)):
-        raise InputError(f"{unknown[0]!r} is no part of this bench; good values: {', '.join(PARTS)}")
+        raise InputError(no_such("part of this bench", unknown[0], PARTS))
     large, run = device.type == "cuda" and not quick, new_run()
     sizes = SIZES if large else QUICK_SIZES
     listed = bucket_list(sizes["token_budget"], sglang_prefill)  # above the lab's own limit too

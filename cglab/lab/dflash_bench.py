@@ -20,7 +20,7 @@ from cglab.engine.drafters import BlockDrafter
 from cglab.engine.load import Load
 from cglab.engine.speculation import Speculation
 from cglab.engine.workload import DecodeStep
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.graphs.clocks import clock_for, sample_seconds
 from cglab.lab import steps
 from cglab.lab.arm_turns import every_size, figures, middle, part_alone, phase_ms, samples, turns, verdicts
@@ -93,7 +93,7 @@ def choose(lab: Lab, arm: str) -> None:
         InputError: without a block draft, or for another arm.
     """
     if arm not in ARMS:
-        raise InputError(f"no arm {arm!r} of the sampler; good names: {', '.join(ARMS)}")
+        raise InputError(no_such("arm of the sampler", arm, ARMS))
     speculator = lab.engine.speculator
     if speculator is None or not isinstance(drafter := speculator.drafter, BlockDrafter):
         raise InputError("there is no sampler to measure; open the lab with a block draft")

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.graphs.clocks import clock_for, sample_seconds
 from cglab.graphs.doctor import doctor
 from cglab.lab.step_metrics import Progress, silent
@@ -87,7 +87,7 @@ def doctor_overhead(
         InputError: for an unknown kind.
     """
     if unknown := [name for name in kinds if name not in KINDS]:
-        raise InputError(f"no kind {unknown[0]!r} of function; good names: {', '.join(KINDS)}")
+        raise InputError(no_such("kind of function", unknown[0], KINDS))
     run, clock = new_run(), clock_for(device, "wall")
     for name in kinds:
         progress(f"the doctor on {name}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from cglab import settings
 from cglab.engine.drafters import AssistantDrafter, BlockDrafter, require_block
@@ -21,7 +22,7 @@ from cglab.models.config import ModelConfig
 from cglab.models.decoder import Decoder
 from cglab.models.draft_cache import Feeder, draft_cache
 from cglab.models.draft_tree import check_branches
-from cglab.models.drafts import DraftModel, DraftSource, LoadedDraft, find_draft, load_draft
+from cglab.models.drafts import DraftConfig, DraftModel, DraftSource, LoadedDraft, find_draft, load_draft
 from cglab.models.dsa_config import DsaConfig
 from cglab.models.kv import PagedKV
 from cglab.models.loading import LoadedModel
@@ -35,7 +36,6 @@ SHIPPED = "pico-gqa-assistant"
 SHIPPED_BLOCK = "pico-gqa-dflash"
 SHIPPED_NEXTN = "pico-dsa-nextn"
 RANDOM, RANDOM_BLOCK, RANDOM_NEXTN = "random", "random-block", "nextn"
-"""An assistant, a block draft and a NextN layer, of random weights in whatever shape the target asks for."""
 BLOCK = 8
 """Tokens of a block, where nothing says otherwise."""
 
@@ -202,14 +202,8 @@ def plan_draft(
 
 def _fitting(name: str | Path, target: ModelConfig, block_size: int = BLOCK) -> DraftSource:
     """The draft of a name, which fits the target; one of random weights is made to, with blocks of this size."""
-    if name == RANDOM:
-        bound_layers(shape := random_shape(target), target)
-        return DraftSource(shape, None)
-    if name == RANDOM_BLOCK:
-        return DraftSource(random_block(target, block_size), None)
-    if name == RANDOM_NEXTN:
-        return DraftSource(nextn_config(require_latent(target, "a NextN layer")), None)
-    source = find_draft(name)
+    make = MADE_TO_FIT.get(str(name))
+    source = DraftSource(make(target, block_size), None) if make else find_draft(name, MADE_TO_FIT)
     if isinstance(source.config, BlockDraftConfig):
         require_fit(source.config, target)
     elif isinstance(source.config, DsaConfig):
@@ -269,7 +263,7 @@ def draft_of(loaded: LoadedModel, *, block: bool = False, seed: int = 0) -> Load
     return load_draft(_fitting(name, loaded.config), loaded.model, seed=seed)
 
 
-def random_shape(target: ModelConfig) -> AssistantConfig:
+def random_shape(target: ModelConfig, _block_size: int = BLOCK) -> AssistantConfig:
     """The shape of an assistant for any target, where none was trained: about what is published for large ones.
 
     Its weights are random, so what it drafts is not worth accepting: pin the acceptance, and times are a draft's.
@@ -291,3 +285,14 @@ def random_block(target: ModelConfig, block_size: int = BLOCK) -> BlockDraftConf
         target.head_dim, block_size, mask_token_id=target.vocab_size - 1,
         context_layers=spread(target.num_layers, max(1, min(layers, target.num_layers - 3))),
     )  # fmt: skip
+
+
+def random_nextn(target: ModelConfig, _block_size: int = BLOCK) -> DsaConfig:
+    """The same of a NextN layer: one layer more of the target's own kind."""
+    return nextn_config(require_latent(target, "a NextN layer"))
+
+
+MADE_TO_FIT: Final[Mapping[str, Callable[[ModelConfig, int], DraftConfig]]] = {
+    RANDOM: random_shape, RANDOM_BLOCK: random_block, RANDOM_NEXTN: random_nextn,
+}  # fmt: skip
+"""Drafts of random weights in whatever shape a target asks for, from it and the size of a block."""

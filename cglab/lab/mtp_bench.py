@@ -17,7 +17,7 @@ import torch
 from cglab.engine.load import Load
 from cglab.engine.speculation import Speculation
 from cglab.engine.workload import DecodeStep
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.lab import steps
 from cglab.lab.arm_turns import (
     INSTANCES,
@@ -84,7 +84,7 @@ def mtp(
     large = device.type == "cuda" and not quick
     known = LOADS if large else QUICK_LOADS
     if unknown := [kind for kind in loads if kind not in known]:
-        raise InputError(f"no load {unknown[0]!r}; good names: {', '.join(known)}")
+        raise InputError(no_such("load", unknown[0], known))
     if new_tokens is not None and new_tokens < 2:
         raise InputError(f"requests of {new_tokens} new tokens draft nothing; give new_tokens=2 or more")
     run, (target, draft) = new_run(), PAIRS[large]

@@ -112,7 +112,7 @@ def open_lab(
         raise InputError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
     defaults = CPU_SIZES if where.type == "cpu" else GPU_SIZES
     sizes = {what: given[what] or default for what, default in defaults.items()}
-    name = name or settings.read_settings().model
+    name = settings.read_settings().model if name is None else name
     source = find_model(name)
     if bucket_floor is not None:
         require_latent(source.config, "bucket_floor")

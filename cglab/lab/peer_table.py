@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from cglab.measure.record import Record
 COLUMNS = (
     "model", "batch", "peer", "token ms", "over the lab's", "verdict", "replay ms", "over floor", "tokens",
 )  # fmt: skip
+FASTEST = (
+    "model", "batch", "floor ms", "lab's ms", "eager ms", "fastest other", "its ms", "over the lab's",
+)  # fmt: skip
+OWN = ("floor", "full", "eager", "piecewise", "plain-eager", "plain-graph")
+"""Arms that are the lab's own code, or nobody's."""
 SAME = {"bitwise": "equal", "drift": "equal but for near-ties", "corrupted": "**other tokens**"}
 
 
@@ -40,9 +46,53 @@ class Peers(Block):
         return f"{where}\n\n{table(COLUMNS, map(_row, sorted(results.records, key=_order)))}"
 
 
+@dataclass(frozen=True)
+class Fastest(Block):
+    """Of the same steps one line each: the floor, the lab's token, an eager one, and the fastest of all other peers."""
+
+    name: str = "fastest"
+    bench: str = "peers"
+
+    def text(self, folder: Path | None) -> str:
+        """The block from the records of a folder."""
+        return self.block(recorded("token", folder))
+
+    def block(self, results: Recorded) -> str:
+        """The table, under one line on where and when."""
+        if not results:
+            return self.not_yet
+        steps: dict[tuple[str, int], dict[str, Record]] = {}
+        for record in results.records:
+            if isinstance(record.metrics.get("token_ms"), float):
+                steps.setdefault((record.model or "", record.workload["batch"]), {})[record.arm] = record
+        rows = [(model, str(batch), *_beside(arms)) for (model, batch), arms in sorted(steps.items())]
+        others = sorted({arm for arms in steps.values() for arm in arms if arm not in OWN})
+        where = (
+            "The same step by others: one token, from ids on the host to the next ids on the host, in turns on one "
+            f"{results.where}; above 1 the lab is faster. SGLang with Triton attention and PyTorch sampling, its "
+            f"ModelRunner alone. Others that ran: {', '.join(others) or 'none'}."
+        )
+        return f"{where}\n\n{table(FASTEST, rows)}"
+
+
+def _beside(arms: Mapping[str, Record]) -> tuple[str, ...]:
+    others = [record for arm, record in arms.items() if arm not in OWN]
+    best = min(others, key=_time, default=None)
+    times = [
+        number(arms[arm].metrics["token_ms"]) if arm in arms else "-" for arm in ("floor", "full", "eager")
+    ]
+    if best is None:
+        return (*times, "-", "-", "-")
+    return (*times, best.arm, number(best.metrics["token_ms"]), number(best.metrics.get("ratio_to_ours")))
+
+
 def _order(record: Record) -> tuple[str, int, float]:
+    return record.model or "", record.workload["batch"], _time(record)
+
+
+def _time(record: Record) -> float:
     time = record.metrics.get("token_ms")
-    return record.model or "", record.workload["batch"], time if isinstance(time, float) else float("inf")
+    return time if isinstance(time, float) else float("inf")
 
 
 def _row(record: Record) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from cglab.engine.workload import steady_decode
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.lab.facade import Lab
 from cglab.lab.floor import bytes_read, read_bandwidth
 from cglab.lab.opening import open_lab
@@ -143,7 +143,7 @@ def chosen_arms(ours: str, arms: Sequence[str], good: Sequence[str]) -> tuple[st
         InputError: for one that is none of the good ones.
     """
     if unknown := [arm for arm in arms if arm not in good]:
-        raise InputError(f"no peer {unknown[0]!r}; good names: {', '.join(good)}")
+        raise InputError(no_such("peer", unknown[0], good))
     return tuple(dict.fromkeys((ours, *arms)))
 
 

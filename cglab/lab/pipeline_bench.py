@@ -2,7 +2,8 @@
 
 Requests of one length with one new token each, prefix reuse off, the budget of a forward equal to the cap. Each point
 has throughput by arm, what was replayed and what ran eager; each cap the stages' own wall and kernel-busy time; and
-the sweep the crossover, which is what the default cap is held against.
+the sweep the crossover, which is what the default cap is held against. Where there is one GPU, two stages can share it
+to show that they are right (``pipeline_shared``); nothing of their speed is told then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 
 from cglab.errors import InputError, RankError
+from cglab.lab.pipeline_shared import MODELS as SHARED_MODELS
+from cglab.lab.pipeline_shared import SIZES as SHARED
+from cglab.lab.pipeline_shared import shared_records
 from cglab.lab.stage_job import ARMS, StageJob, run_stages
 from cglab.lab.step_metrics import Progress, silent
 from cglab.measure.crossover import find_crossover
@@ -23,8 +27,9 @@ from cglab.measure.statistics import difference
 from cglab.models.loading import find_model
 from cglab.runners.pipeline_stage import STAGE_LIMIT
 
-CAPS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-CONCURRENCIES = (4, 16, 64)
+SIZES: Mapping[str, Any] = {
+    "caps": (512, 1024, 2048, 4096, 8192, 16384, 32768), "concurrencies": (4, 16, 64), "requests": 10, "instances": 3,
+}  # fmt: skip
 QUICK: Mapping[str, Any] = {
     "caps": (32, 64), "concurrencies": (2,), "prompt": 64, "requests": 2, "dtype": "float32",
 }  # fmt: skip
@@ -38,12 +43,13 @@ def pipeline(
     progress: Progress = silent,
     models: Sequence[str] | None = None,
     stages: int = 2,
-    caps: Sequence[int] = CAPS,
-    concurrencies: Sequence[int] = CONCURRENCIES,
-    requests: int = 10,
+    caps: Sequence[int] | None = None,
+    concurrencies: Sequence[int] | None = None,
+    requests: int | None = None,
     most: int | None = None,
-    instances: int = 3,
+    instances: int | None = None,
     limit: float = 570.0,
+    share: bool = False,
 ) -> Iterator[Record]:
     """Throughput and stage profile of a pipeline by cap, concurrency and arm, the arms in turns.
 
@@ -53,46 +59,58 @@ def pipeline(
         progress: called with a line for every model.
         models: names; by default ``deep-narrow`` and ``qwen3-8b`` on GPUs, the shipped model on a CPU.
         stages: processes.
-        caps: aggregate tokens of a forward.
-        concurrencies: requests at a time.
-        requests: so many times the concurrency run in all; S2's 10.
+        caps: aggregate tokens of a forward; S2's by default, a few where it is quick or a device is shared.
+        concurrencies: requests at a time, likewise.
+        requests: so many times the concurrency run in all; S2's 10, likewise.
         most: requests of a run at most, but never fewer than the concurrency; None for no bound.
-        instances: turns of each arm.
+        instances: turns of each arm; 3 by default, 2 where a device is shared.
         limit: seconds after which the ranks of a model are ended.
+        share: all stages on one device, joined through host memory: that they are right, and no times.
 
     Yields:
-        A record for each arm of each point, for each arm of each rank at each cap, and for the crossover, by model.
+        A record for each arm of each point, for each arm of each rank at each cap, and for the crossover, by model;
+        of stages that share a device one for each arm of each point alone (``pipeline_shared``).
 
     Raises:
-        InputError: if there are fewer GPUs than stages, or for settings with which nothing can run.
+        InputError: if there are fewer GPUs than stages that share none, or for settings with which nothing can run.
         RankError: if a rank failed, or was not done in time.
     """
     there = torch.cuda.device_count()
-    if device.type == "cuda" and there < stages:
+    if device.type == "cuda" and there < stages and not share:
         raise InputError(
-            f"{stages} stages need {stages} GPUs and {there} are here; ask for fewer, or use the CPU"
+            f"{stages} stages need {stages} GPUs and {there} are here; ask for fewer, use the CPU, or set share=true, "
+            "which shows on one GPU that they are right, and nothing of their speed"
         )
-    numbers = (stages, requests, instances, limit, 1 if most is None else most, *caps, *concurrencies)
-    if min(numbers) < 1 or not caps or not concurrencies:
-        raise InputError(
-            f"stages {stages}, caps {tuple(caps)}, concurrencies {tuple(concurrencies)}, requests {requests}, "
-            f"most {most}, instances {instances} and limit {limit} must be at least 1 each"
-        )
+    asked = {"caps": caps, "concurrencies": concurrencies, "requests": requests, "instances": instances}
     large, run = device.type == "cuda" and not quick, new_run()
-    for name in models or (("deep-narrow", "qwen3-8b") if large else ("pico-gqa",)):
-        sizes = {
-            "caps": tuple(caps),
-            "concurrencies": tuple(concurrencies),
-            "requests": requests,
-            "most": most,
-        }
-        told = {**sizes, "instances": instances, "limit": limit, **({} if large else QUICK)}
+    given = {name: value for name, value in asked.items() if value is not None}
+    told = {
+        **SIZES,
+        **(SHARED if share else {}),
+        **({} if large else QUICK),
+        **given,
+        "most": most,
+        "limit": limit,
+    }
+    told |= {name: tuple(told[name]) for name in ("caps", "concurrencies")}
+    listed = [each for value in told.values() for each in (value if isinstance(value, tuple) else (value,))]
+    counts = [each for each in listed if isinstance(each, int | float)]
+    if min(stages, *counts) < 1 or not told["caps"] or not told["concurrencies"]:
+        raise InputError(
+            f"stages {stages}, {', '.join(f'{name} {told[name]}' for name in (*SIZES, 'most', 'limit'))} must be at "
+            "least 1 each"
+        )
+    wide = SHARED_MODELS if share else ("deep-narrow", "qwen3-8b")
+    for name in models or (wide if large else ("pico-gqa",)):
         job = StageJob(name, stages, device.type, **told)
         if stages > (layers := find_model(name).config.num_layers):
             raise InputError(
                 f"{name} has {layers} layers, and each of {stages} stages needs one; ask for fewer"
             )
         progress(f"{name}: {stages} stages, caps {job.caps}, concurrency {job.concurrencies}")
+        if share:
+            yield from shared_records(job, device, run)
+            continue
         try:
             ranks = run_stages(job)
         except RankError as error:
@@ -130,9 +148,7 @@ def job_records(
         sweep: with the crossover, which all caps make.
     """
     facts = {"model": job.model, "weights": ranks[0]["weights"], "dtype": job.dtype}
-    shared = {
-        "stages": job.stages, "prompt": job.prompt, "new_tokens": 1, "prefix_reuse": False, "ops": ranks[0]["ops"],
-    }  # fmt: skip
+    shared = job.workload(ranks)
     ranks = [
         {**each, "points": [point for point in each["points"] if point["cap"] in job.caps]} for each in ranks
     ]

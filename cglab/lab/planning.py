@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.graphs.buckets import BucketRule, sglang_decode, sglang_prefill, sglang_speculative
 from cglab.graphs.planner import BucketBudget, BucketOutcome, BucketPlan, plan_buckets, run_trace
 from cglab.lab.bucket_costs import MeasuredCosts
@@ -142,7 +142,7 @@ def plan(trace: SizeTrace, phase: str, costs: MeasuredCosts, budget: BucketBudge
         BucketError: if no set of buckets within the budget runs the trace.
     """
     if phase not in PHASES:
-        raise InputError(f"no rule for phase {phase!r}; there are {', '.join(PHASES)}")
+        raise InputError(no_such("phase with a rule", phase, PHASES))
     rule, steps, top = PHASES[phase], trace.steps(phase), costs.maximum
     listed = rule.sizes(top)
     wanted = {*steps, *costs.step_ms.points}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cglab.errors import ToggleError
+from cglab.errors import ToggleError, no_such
 from cglab.graphs.buffers import LoadPlan, StaticBuffers
 from cglab.graphs.captured import Captured
 from cglab.graphs.keys import ShapeKey
@@ -92,7 +92,7 @@ def planted(name: str | None) -> Iterator[None]:
         yield
         return
     if name not in PLANTS:
-        raise ToggleError(f"{name!r} is no planted fault; good names: {', '.join(PLANTS)}")
+        raise ToggleError(no_such("planted fault", name, PLANTS))
     owner, method, patch = _PATCHES[name]
     original = getattr(owner, method)
     setattr(owner, method, patch(original))

@@ -97,6 +97,7 @@ COMMANDS: Mapping[str, str] = {
     "token": "peers",
     "ttft_crossover": "ttft",
     "pp_prefill": "pipeline",
+    "pipeline_shared": "pipeline",
     "pp_prefill_crossover": "pipeline",
     "dsa_prefill": "dsa",
     "dsa_prefill_sweep": "dsa",

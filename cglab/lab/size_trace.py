@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from cglab.engine.generation import StepRecord
-from cglab.errors import InputError, ResultsError
+from cglab.errors import InputError, ResultsError, no_such
 from cglab.graphs.coverage import Coverage
 from cglab.measure.records import replace_file
 from cglab.settings import read_settings
@@ -167,8 +167,8 @@ def load_size_trace(name: str, folder: str | Path | None = None) -> SizeTrace:
     """
     path = _path(name, folder)
     if not path.exists():
-        known = ", ".join(sorted(each.stem for each in path.parent.glob("*.json"))) or "none"
-        raise ResultsError(f"no trace {name!r} in {path.parent}; there is {known}")
+        known = sorted(each.stem for each in path.parent.glob("*.json"))
+        raise ResultsError(no_such(f"trace in {path.parent}", name, known))
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["schema"] != SCHEMA:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cglab.engine.workload import steady_decode
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.lab.facade import Lab
 from cglab.lab.opening import open_lab
 from cglab.lab.step_metrics import Progress, model_facts, silent
@@ -127,7 +127,7 @@ def soak(
     names = known if models is None else models
     if unknown := [name for name in names if name not in known]:
         more = "" if large else "; larger ones need a GPU and no quick"
-        raise InputError(f"no soak of {unknown[0]!r} here; good models: {', '.join(known)}{more}")
+        raise InputError(no_such("model of a soak here", unknown[0], known) + more)
     if rounds is not None and rounds < 2:
         raise InputError(f"{rounds} rounds compare nothing; give rounds=2 or more")
     run = new_run()

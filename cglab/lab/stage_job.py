@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +31,7 @@ class StageJob:
     Attributes:
         model: what is cut into stages; see ``cglab.open``.
         stages: how many, one process each.
-        device: ``cpu`` or ``cuda``, of which each stage has one.
+        device: ``cpu`` or ``cuda``, of which each stage has one, unless they share the first.
         caps: aggregate tokens of one forward: the token budget, and the largest bucket of the captured arm.
         concurrencies: requests at a time.
         requests: so many times the concurrency run in all.
@@ -44,6 +44,8 @@ class StageJob:
         deadline: seconds that a rank waits for another; one that dies is noticed at once.
         limit: seconds after which all are ended.
         folder: where the ranks leave what they measured.
+        shared: all stages have one device and hand their proxies over through host memory; nothing is traced then.
+        micro_batches: in flight at most; None for one a stage.
     """
 
     model: str
@@ -61,6 +63,8 @@ class StageJob:
     deadline: float = 300.0
     limit: float = 570.0
     folder: str = ""
+    shared: bool = False
+    micro_batches: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> StageJob:
@@ -74,6 +78,13 @@ class StageJob:
         """Requests of a run."""
         wanted = self.requests * concurrency
         return wanted if self.most is None else max(concurrency, min(wanted, self.most))
+
+    def workload(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What a record says was asked for, beside its own point; how the ranks were joined, as they found."""
+        return {
+            "stages": self.stages, "prompt": self.prompt, "new_tokens": 1, "prefix_reuse": False,
+            "ops": ranks[0]["ops"], "joined": ranks[0]["joined"],
+        }  # fmt: skip
 
     def result(self, rank: int) -> Path:
         """Where a rank leaves what it measured."""

@@ -21,10 +21,11 @@ from cglab.engine.pipeline import Pipeline
 from cglab.engine.requests import Request
 from cglab.engine.workload import PrefillStep
 from cglab.errors import CglabError
+from cglab.graphs.breaks import BreakCall
 from cglab.graphs.options import Options
 from cglab.lab.sparse_prefill import stage_runner
 from cglab.lab.stage_job import ARMS, StageJob
-from cglab.lab.step_metrics import break_metrics
+from cglab.lab.step_metrics import break_metrics, recorded_steps
 from cglab.lab.steps import step_parity
 from cglab.measure.ab import schedule
 from cglab.measure.intervals import length, union
@@ -70,13 +71,13 @@ class StageProcess:
         self.group = GraphGroup(device)
 
     def points(self) -> Iterator[dict[str, Any]]:
-        """Every cap: the arms in turns at each concurrency, then one traced and compared step of each."""
+        """Every cap: the arms in turns at each concurrency, then one compared step of each, traced unless shared."""
         for cap in self.job.caps:
             runners = {arm: self._runner(arm, cap) for arm in ARMS}
             for concurrency in self.job.concurrencies:
                 yield from self._throughput(runners, cap, concurrency)
             for arm, runner in runners.items():
-                yield self._traced(runner, cap, arm)
+                yield self._compared(runner, cap, arm) if self.job.shared else self._traced(runner, cap, arm)
             for runner in runners.values():
                 runner.close()
 
@@ -91,7 +92,8 @@ class StageProcess:
 
     def _pipeline(self, runner: PipelineStageRunner, cap: int, concurrency: int) -> Pipeline:
         options = SchedulerOptions(cap, max_running=concurrency, prefix_reuse=False)
-        return Pipeline(runner, self.links, options, micro_batches=min(self.links.count, concurrency))
+        micro_batches = self.job.micro_batches or self.links.count
+        return Pipeline(runner, self.links, options, micro_batches=min(micro_batches, concurrency))
 
     def _requests(self, count: int) -> list[Request]:
         drawn = torch.Generator().manual_seed(self.job.seed)
@@ -131,8 +133,19 @@ class StageProcess:
                 "repeated": all(run == outputs[0] for run in outputs), **each,
             }  # fmt: skip
 
+    def _compared(self, runner: PipelineStageRunner, cap: int, arm: str) -> dict[str, Any]:
+        """Parity of one step, and how many breaks its recording has."""
+        found: dict[str, Any] = {
+            "kind": "stage", "cap": cap, "concurrency": min(self.job.concurrencies), "arm": arm, "parity": None,
+        }  # fmt: skip
+        if arm != "eager":
+            step = self._step(runner, cap)
+            found["parity"] = step_parity(runner, step).as_dict()
+            found["breaks"] = float(sum(isinstance(each, BreakCall) for each in recorded_steps(runner, step)))
+        return found
+
     def _traced(self, runner: PipelineStageRunner, cap: int, arm: str) -> dict[str, Any]:
-        """Kernel-busy time of the stage while the pipeline runs, traced apart; parity and breaks of one step."""
+        """As ``_compared``, with the kernel-busy time of the stage while the pipeline runs, and the cost of breaks."""
         concurrency = min(self.job.concurrencies)
         pipeline = self._pipeline(runner, cap, concurrency)
         count = max(concurrency, TRACED * cap // self.job.prompt)
@@ -143,15 +156,13 @@ class StageProcess:
         ) // 3  # of a warm-up, the profiler's own and the traced run
         work = [each for each in trace.device_events if CONVERSATION not in each.name.lower()]
         busy_ms = length(union((each.start, each.end) for each in work)) / 1e3 if trace.reliable else None
-        step = self._step(runner, cap)
-        parity = step_parity(runner, step).as_dict() if arm != "eager" else None
         per_forward = None if busy_ms is None else busy_ms / max(forwards, 1)
-        found: dict[str, Any] = {
-            "kind": "stage", "cap": cap, "concurrency": concurrency, "arm": arm, "parity": parity, "forwards": forwards,
-            "busy_ms": per_forward, "traced_busy_ms": busy_ms, "traced_wall_ms": trace.wall_us / 1e3,
+        found = self._compared(runner, cap, arm) | {
+            "forwards": forwards, "busy_ms": per_forward, "traced_busy_ms": busy_ms,
+            "traced_wall_ms": trace.wall_us / 1e3,
         }  # fmt: skip
         if arm != "eager":
-            found |= break_metrics(runner, step, self.device, busy_ms=per_forward, calls=1)
+            found |= break_metrics(runner, self._step(runner, cap), self.device, busy_ms=per_forward, calls=1)
         return found
 
     def _step(self, runner: PipelineStageRunner, cap: int) -> PrefillStep:
@@ -168,16 +179,17 @@ class StageProcess:
 def main(path: Path) -> int:
     """Measures a job as the rank that ``torchrun`` says this is; the exit status."""
     job, rank = StageJob.read(path), int(os.environ["RANK"])
-    device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)
+    device = torch.device(job.device)
     if device.type == "cuda":
+        device = torch.device(job.device, 0 if job.shared else rank)
         torch.cuda.set_device(device)  # what libraries make of their own accord belongs there too (B19)
     links: StageLinks | None = None
     result: dict[str, Any] = {"points": [], "whole": False}
     try:
-        links = StageLinks(device, deadline=job.deadline)
+        links = StageLinks(device, deadline=job.deadline, staged=job.shared)
         process = StageProcess(job, links, device)
         result |= {
-            "ops": process.ops, "weights": process.loaded.weights,
+            "ops": process.ops, "weights": process.loaded.weights, "joined": str(links.joint),
             "layers": [layer for pool in process.kv.pools for layer in pool.layers],
         }  # fmt: skip
         for point in process.points():

@@ -15,7 +15,7 @@ from torch import Tensor
 from cglab.engine.draft_workload import steady_draft, steady_extend
 from cglab.engine.engine import Engine
 from cglab.engine.workload import Step, steady_decode, steady_prefill
-from cglab.errors import ToggleError
+from cglab.errors import ToggleError, no_such
 from cglab.graphs.clocks import clock_for, sample_seconds
 from cglab.lab.draft_round import Round
 from cglab.lab.techniques import DRAFTING, SPARSE, technique
@@ -109,7 +109,7 @@ def chosen_sizes(name: str, given: Mapping[str, int | None], sizes: StepSizes) -
     """
     known = SIZES[technique(name).name]
     if wrong := sorted(key for key, value in given.items() if value is not None and key not in known):
-        raise ToggleError(f"{name} has no size {wrong[0]!r}; good names: {', '.join(known)}")
+        raise ToggleError(no_such(f"size of {name}", wrong[0], known))
     for key, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | None):
             raise ToggleError(f"{key}={value!r} is no size of {name}; give a whole number")

@@ -48,6 +48,8 @@ _COLUMNS = {
             "tokens_equal"),
     "pipeline": ("tok_s", "gain", "verdict", "forwards_replayed", "forwards_eager", "largest_forward", "exact_lengths",
                  "tokens_equal", "ok"),
+    "pipeline_shared": ("forwards_replayed", "forwards_eager", "largest_forward", "breaks", "tokens_equal",
+                        "tokens_equal_one_process", "bitwise", "ok"),
     "pp_prefill": ("stage_ms", "busy_ms", "wall_over_busy", "gap_ms", "breaks", "break_ms", "active_devices"),
     "pp_prefill_crossover": ("crossover_cap", "safe_cap", "default_cap", "crossover", "recovery_eager",
                              "recovery_graph"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from cglab.errors import ToggleError
+from cglab.errors import ToggleError, no_such
 from cglab.settings import DSA_ATTENTION_SWITCH, DSA_INDEXER_SWITCH, NEXTN_SWITCH, SEED_GRAPH_SWITCH
 
 
@@ -122,7 +122,7 @@ def technique(name: str) -> Technique:
         ToggleError: for an unknown name, listing the good ones.
     """
     if name not in TECHNIQUES:
-        raise ToggleError(f"{name!r} is no technique; good names: {', '.join(TECHNIQUES)}")
+        raise ToggleError(no_such("technique", name, TECHNIQUES))
     return TECHNIQUES[name]
 
 

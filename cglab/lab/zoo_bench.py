@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cglab.errors import CaptureError, InputError, NotInstalledError
+from cglab.errors import CaptureError, InputError, NotInstalledError, no_such
 from cglab.graphs.breaks import Aside, eager_break, staged
 from cglab.graphs.capture import CapturedFunction, capture
 from cglab.graphs.capture_state import said_to_capture
@@ -191,7 +191,7 @@ def zoo(
     known = [name for name, each in SPECIMENS.items() if not quick or each.package == "torch"]
     names = known if modules is None else modules
     if unknown := [name for name in names if name not in SPECIMENS]:
-        raise InputError(f"no module {unknown[0]!r} in the zoo; good names: {', '.join(SPECIMENS)}")
+        raise InputError(no_such("module of the zoo", unknown[0], SPECIMENS))
     if not transformers_arm.installed() and any(SPECIMENS[name].package == "transformers" for name in names):
         raise NotInstalledError(
             "the zoo has models of transformers, which is not installed; pip install transformers, or name others: "

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.measure.intervals import Interval, length, union, within
 
 BACK_TO_BACK_US = 0.03
@@ -122,8 +122,9 @@ class Trace:
         """
         found = tuple((span.start, span.end) for span in self.spans if span.name == name)
         if not found:
-            names = ", ".join(sorted({span.name for span in self.spans})) or "none"
-            raise InputError(f"no annotation {name!r} in the trace; there are: {names}")
+            raise InputError(
+                no_such("annotation of the trace", name, sorted({span.name for span in self.spans}))
+            )
         return self._restricted(found)
 
     def _restricted(self, windows: tuple[Interval, ...]) -> Trace:

@@ -5,14 +5,14 @@ There are three kinds, told apart by the architecture in ``config.json``: assist
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from cglab.errors import ModelError
+from cglab.errors import ModelError, nearest
 from cglab.models.assistant import ARCHITECTURE as ASSISTANT
 from cglab.models.assistant import Assistant, AssistantConfig
 from cglab.models.block_draft import ARCHITECTURE as BLOCK_DRAFT
@@ -103,11 +103,12 @@ def _not_an_assistant(config: DraftConfig) -> ModelError:
     )
 
 
-def find_draft(name_or_folder: str | Path) -> DraftSource:
+def find_draft(name_or_folder: str | Path, made: Iterable[str] = ()) -> DraftSource:
     """Finds a draft and reads its shape.
 
     Args:
         name_or_folder: a shape with random weights, a shipped draft, or a folder.
+        made: names of drafts that the caller makes himself, for the message.
 
     Raises:
         ModelError: if there is no such draft, or it is none.
@@ -119,10 +120,12 @@ def find_draft(name_or_folder: str | Path) -> DraftSource:
         return DraftSource(DRAFT_PRESETS[text], None)
     shipped = shipped_drafts()
     folder = shipped.get(text, user_path(name_or_folder))
-    if not folder.is_dir():
+    if not text or not folder.is_dir():
+        random = (*made, *DRAFT_PRESETS)
         raise ModelError(
-            f"no draft {text!r}: it is no shipped draft ({', '.join(shipped) or 'none here'}), no shape with random "
-            f"weights (random, random-block, {', '.join(DRAFT_PRESETS)}) and no local folder; give one of these"
+            f"no draft {text!r}{nearest(text, (*shipped, *random))}: it is no shipped draft "
+            f"({', '.join(shipped) or 'none here'}), no shape with random weights ({', '.join(random)}) and no local "
+            "folder; give one of these"
         )
     return DraftSource(_config_of(folder), folder)
 

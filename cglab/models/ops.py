@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cglab.errors import ToggleError
+from cglab.errors import ToggleError, no_such
 from cglab.models.assistant import Assistant, AssistantConfig
 from cglab.models.attention import DecodeAttention
 from cglab.models.block_draft import BlockDraft
@@ -81,7 +81,7 @@ def check_ops(name: str | None, device: torch.device, config: object = None) -> 
     if name is None:
         return good[-1]
     if name not in OPS:
-        raise ToggleError(f"ops {name!r} is unknown; good values here: {', '.join(good)}")
+        raise ToggleError(no_such(f"form of ops on {device}", name, good))
     if forms[name] is not None:
         raise ToggleError(f"ops {name!r} cannot be used on {device}: {forms[name]}; good: {', '.join(good)}")
     return name

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from cglab.errors import ModelError
+from cglab.errors import ModelError, nearest
 from cglab.models.dsa_config import DSA_PRESETS
 from cglab.models.presets import PRESETS
 from cglab.settings import user_path
@@ -49,14 +49,16 @@ def find_folder(name: str | Path) -> Path:
     if text in shipped:
         return shipped[text]
     folder = user_path(name)
-    if folder.is_dir():
+    if text and folder.is_dir():  # an empty name would be the folder that this runs in
         return folder
     if isinstance(name, str) and HUB_NAME.fullmatch(text):
         return _download(text)
     models = ", ".join(shipped) or f"none in {data_folder()}; CGLAB_DATA says where the data is"
+    presets = (*PRESETS, *DSA_PRESETS)
     raise ModelError(
-        f"no model {text!r}: it is no shipped model ({models}), no preset with random weights "
-        f"({', '.join((*PRESETS, *DSA_PRESETS))}), no local folder and no hub id (owner/name); give one of these"
+        f"no model {text!r}{nearest(text, (*shipped, *presets))}: it is no shipped model ({models}), "
+        f"no preset with random weights ({', '.join(presets)}), no local folder and no hub id (owner/name); "
+        "give one of these"
     )
 
 

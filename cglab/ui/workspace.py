@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import traitlets
 
-from cglab.errors import ClosedError, ToggleError
+from cglab.errors import ClosedError, ToggleError, no_such
 from cglab.lab.techniques import technique
 from cglab.ui.sections import Results
 from cglab.ui.worker import StoppedError, Watch, Worker
@@ -131,7 +131,7 @@ class Workspace(traitlets.HasTraits):
             ToggleError: for one that there is not.
         """
         if source not in self.sources:
-            raise ToggleError(f"no source {source!r}; good names: {', '.join(self.sources)}")
+            raise ToggleError(no_such("source", source, self.sources))
         self._submit(SOURCE, f"opening {source}", lambda _: self._opened(source))
 
     def choose(self, name: str, mode: str) -> None:
@@ -141,7 +141,7 @@ class Workspace(traitlets.HasTraits):
             ToggleError: for a toggle that is not shown, or a value that it does not have.
         """
         if name not in self.toggles:
-            raise ToggleError(f"no toggle {name!r} here; good names: {', '.join(self.toggles)}")
+            raise ToggleError(no_such("toggle here", name, self.toggles))
         if mode == self.requested.get(name):  # a view that follows what is the case
             return
         technique(name).check(mode)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import cglab
-from cglab.errors import InputError, SlotError, ToggleError
+from cglab.cli import main
+from cglab.errors import InputError, ModelError, SlotError, ToggleError
 
 EARLIER = {
     "results.jsonl": "an earlier result\n",
@@ -65,6 +66,24 @@ def test_a_model_that_is_not_there(refused):
 def test_a_folder_that_is_no_model(refused, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "config.json" in refused(CGLAB_MODEL=tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("demo", "--out", ""), ("bench", "decode", "--record", ""), ("serve-compare", "s3", "--model", ""),
+        ("serve-compare", "s3", "--out="), ("serve-compare", "s3", "--variant", " "),
+    ],
+)  # fmt: skip
+def test_an_empty_value_is_neither_this_folder_nor_a_default(words, capsys):
+    assert main([*words]) == 2
+    assert "the value is empty" in capsys.readouterr().err
+
+
+def test_an_empty_name_is_no_model_and_no_draft():
+    for name, draft in (("", None), ("pico-gqa", "")):
+        with pytest.raises(ModelError, match="no (model|draft) ''"):
+            cglab.open(name, draft=draft, device="cpu")
 
 
 @pytest.mark.parametrize("left", [0, 4, 100, 0.5, 0.999])

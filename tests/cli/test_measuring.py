@@ -7,7 +7,7 @@ import pytest
 
 from cglab.commands import measuring
 from cglab.commands.console import progress_bar
-from cglab.lab.benches import Bench
+from cglab.lab.benches import BENCHES, Bench
 from cglab.lab.checking import CASES
 from cglab.lab.parity_matrix import ArmRow, ParityMatrix
 from cglab.lab.plants import PLANTS
@@ -148,7 +148,7 @@ def test_mismatches_reach_the_json_and_the_status(ask_json, monkeypatch):
         (["parity", "--technique", "decod"], ["'decod' is no technique", "decode, verify"]),
         (["parity", "--technique", "draft_extent"], ["no technique", "draft_extend"]),
         (["parity", "--technique", "decode", "--plant", "rot"], ["'rot'", "stale-tail"]),
-        (["bench", "decod"], ["'decod' is no bench", "decode (", "recovery ("]),
+        (["bench", "decod"], ["'decod' is no bench (did you mean decode?)", "decode, ", "recovery, "]),
     ],
 )
 def test_an_unknown_name_lists_the_good_ones(ask, words, said):
@@ -156,6 +156,21 @@ def test_an_unknown_name_lists_the_good_ones(ask, words, said):
     assert (status, out) == (2, "")
     assert all(word in error for word in said)
     assert error.count("\n") == 1
+
+
+def test_without_a_name_all_benches_are_listed_with_their_settings(ask, ask_json):
+    status, out, _ = ask("bench")
+    assert status == 0 and [line.split()[0] for line in out.splitlines()[1:]] == list(BENCHES)
+    assert max(map(len, out.splitlines())) < 140
+    status, rows = ask_json("bench")
+    parity = next(row for row in rows if row["bench"] == "parity")
+    assert status == 0 and parity["settings"]["dtypes"] == "float32|bfloat16|float16[,...]"
+
+
+@pytest.mark.parametrize("words", [("--quick",), ("--set", "cases=2"), ("--save",), ("--record", "out")])
+def test_options_without_a_bench_are_refused(ask, words):
+    status, out, error = ask("bench", *words)
+    assert (status, out) == (2, "") and "no bench is named" in error
 
 
 def test_a_bench_measures_and_keeps_nothing_by_itself(ask, monkeypatch, tmp_path):

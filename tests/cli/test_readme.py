@@ -10,9 +10,11 @@ import pytest
 
 from cglab import settings
 from cglab.cli import _parser
-from cglab.lab.peer_table import Peers
+from cglab.lab.claims_table import sentence
+from cglab.lab.peer_table import Fastest, Peers
 from cglab.lab.recorded import Recorded
 from cglab.lab.techniques import TECHNIQUES
+from cglab.measure.claims import ClaimResult
 from cglab.measure.machine import Device
 from cglab.measure.record import Record, make_record, new_run
 from cglab.measure.records import append
@@ -61,6 +63,22 @@ def test_files_that_the_readme_names_are_there(readme, root):
     assert all(
         (root / "notebooks" / f"{name}.ipynb").exists() for name in re.findall(r"`(\d\d_\w+)`", readme)
     )
+
+
+def test_what_it_measured_is_on_the_first_screens_and_all_of_it_in_300_lines(readme):
+    lines = readme.splitlines()
+    assert len(lines) <= 300
+    assert lines.index("## Two commands") < 12 and lines.index("## What it measured") < 30
+
+
+def test_accept_lengths_are_those_of_the_drafts_own_cards(readme, root):
+    told = re.findall(
+        r"(\d\.\d{3}) tokens per pass of at most (\d).*?n-grams(?: commits)? (\d\.\d{3})", readme, re.DOTALL
+    )
+    assert len(told) == 2
+    for (draft, most, lookup), name in zip(told, ("pico-gqa-assistant", "pico-gqa-dflash"), strict=True):
+        card = (root / "data" / "drafts" / name / "README.md").read_text(encoding="utf-8")
+        assert f"(maximum {most}) | **{draft}**" in card and f"| **{lookup}**" in card
 
 
 def test_the_table_is_what_the_records_say():
@@ -213,6 +231,30 @@ def test_peers_stand_fastest_first_with_the_reason_of_whoever_could_not_run(tmp_
         "| qwen3-8b | 1 | sglang | 6.25 | 1.25 | slower | - | 1.74 | - |",
         "| qwen3-8b | 1 | torch-compile | - | - | NotInstalledError: it \\| is not here | - | - | - |",
     ]
+
+
+def test_the_short_table_has_the_fastest_of_the_others_and_no_arm_of_the_lab_among_them(tmp_path):
+    records = token_records(
+        "one", full={"token_ms": 5.0}, eager={"token_ms": 14.0}, piecewise={"token_ms": 5.5}, floor={"token_ms": 3.6},
+        sglang={"token_ms": 6.25, "ratio_to_ours": 1.25}, transformers={"token_ms": 20.0, "ratio_to_ours": 4.0},
+        torch_compile={"error": "failed"},
+    )  # fmt: skip
+    append(tmp_path / "peers.jsonl", records)
+    text = Fastest().text(tmp_path)
+    assert text.splitlines()[-1] == "| qwen3-8b | 1 | 3.60 | 5.00 | 14.00 | sglang | 6.25 | 1.25 |"
+    assert "Others that ran: sglang, transformers." in text
+    alone = Fastest().block(Recorded("token", tuple(records[:1])))
+    assert alone.splitlines()[-1] == "| qwen3-8b | 1 | - | 5.00 | - | - | - | - |"
+
+
+def test_the_sentence_on_the_targets_counts_them_all():
+    claims = [
+        ClaimResult(f"G{index}", "", 1.0, None, status, (), False, ())
+        for index, status in enumerate(["met", "unmet", "met", "unmeasured"])
+    ]
+    assert sentence(claims) == (
+        "Of the lab's 4 targets 2 are met (G0, G2), 1 is not met (G1), 1 is not measured (G3)."
+    )
 
 
 def test_without_peers_the_block_says_how_to_record_them(tmp_path):

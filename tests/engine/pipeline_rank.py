@@ -1,4 +1,4 @@
-"""One rank of a pipeline on a CPU: what ``test_pipeline`` starts once a stage.
+"""One rank of a pipeline: what ``test_pipeline`` starts once a stage.
 
 A plan may say which rank does what it should not, and where.
 """
@@ -26,7 +26,6 @@ from cglab.models.loading import find_model, load_model
 from cglab.models.stages import cut
 from cglab.runners.base import GraphGroup
 
-CPU = torch.device("cpu")
 BUCKETS, BUDGET, CONTEXT = (8, 16, 32), 32, 80
 VOCABULARY = 512
 
@@ -81,20 +80,26 @@ def wait_for(plan):
 
 
 def main(plan):
-    rank, count, fault = plan["rank"], plan["count"], plan.get("fault", {})
+    rank, count, fault, device = (
+        plan["rank"],
+        plan["count"],
+        plan.get("fault", {}),
+        torch.device(plan["device"]),
+    )
     at, how = (fault["at"], fault["how"]) if fault.get("rank") == rank else (None, None)
     source = find_model(plan["model"])
     stage = cut(source.config.num_layers, count)[rank]
-    model = load_model(source, device=CPU, dtype=torch.float32, stage=stage).model
+    model = load_model(source, device=device, dtype=torch.float32, stage=stage).model
     layout = CacheLayout.for_requests(9, CONTEXT, 16, budget=BUDGET)
     wait_for(plan)
     links = StageLinks(
-        CPU, deadline=plan["deadline"], store=Path(plan["folder"], "store"), rank=rank, count=count
-    )
+        device, deadline=plan["deadline"], store=Path(plan["folder"], "store"), rank=rank, count=count,
+        staged=plan.get("staged", False),
+    )  # fmt: skip
     told = {}
     for mode in plan["modes"]:
-        kv = paged_kv(layout, model.config, device=CPU, dtype=torch.float32, layers=stage.layers)
-        runner = stage_runner(model, kv, GraphGroup(CPU), BUCKETS, Options(mode))
+        kv = paged_kv(layout, model.config, device=device, dtype=torch.float32, layers=stage.layers)
+        runner = stage_runner(model, kv, GraphGroup(device), BUCKETS, Options(mode))
         if at == "capture" and how != "skips":
             fail(how)
         if at != "capture":
@@ -115,7 +120,8 @@ def main(plan):
             "tokens": [request.output for request in asked[0] + asked[1]], "captured": counts.captured,
             "reasons": counts.reasons, "largest": pipeline.largest, "layers": kv.full.layers,
             "taken": {proxy.name: [list(proxy.columns), str(proxy.dtype)] for proxy in runner.taken},
-            "kv": [hashlib.sha1(cache[:, 16:].numpy().tobytes()).hexdigest() for cache in kv.caches().values()],
+            "kv": [hashlib.sha1(cache[:, 16:].cpu().numpy().tobytes()).hexdigest() for cache in kv.caches().values()],
+            "joined": str(links.joint),
         }  # fmt: skip
     links.close()
     return told

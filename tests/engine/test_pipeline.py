@@ -12,7 +12,7 @@ import torch
 import cglab
 from cglab.engine.batches import SchedulerOptions
 from cglab.engine.cache import paged_kv
-from cglab.engine.links import StageLinks
+from cglab.engine.links import Joint, StageLinks
 from cglab.engine.memory import CacheLayout
 from cglab.engine.pipeline import Pipeline
 from cglab.errors import InputError
@@ -53,12 +53,13 @@ def ranks(tmp_path):
     """Starts the ranks of a pipeline and ends them, whatever happens: files for ports, and a deadline for all."""
     started = []
 
-    def start(count, *, model="pico-gqa", modes=("breakable",), deadline=30.0, **plan):
+    def start(count, *, model="pico-gqa", modes=("breakable",), deadline=30.0, device="cpu", **plan):
         plan |= {
             "count": count,
             "model": model,
             "modes": modes,
             "deadline": deadline,
+            "device": device,
             "folder": str(tmp_path),
         }
         for rank in range(count):
@@ -84,9 +85,9 @@ def ranks(tmp_path):
         process.join()
 
 
-def alone(model="pico-gqa"):
+def alone(model="pico-gqa", device="cpu"):
     """Tokens of the same requests in one process, eager."""
-    with cglab.open(model, device="cpu", max_batch=8, max_context=CONTEXT, token_budget=BUDGET,
+    with cglab.open(model, device=device, dtype=torch.float32, max_batch=8, max_context=CONTEXT, token_budget=BUDGET,
                     prefix_reuse=False, ops="portable") as lab:  # fmt: skip
         lab.captures.decode = lab.captures.prefill = "eager"
         asked = mixed() + even()
@@ -99,11 +100,34 @@ def alone(model="pico-gqa"):
 @pytest.mark.parametrize("model", TAKEN)
 def test_tokens_equal_one_process_and_captured_equals_eager_stages_to_the_bit(ranks, model, count):
     ended = ranks(count, model=model, modes=("eager", "breakable"))
-    assert [each.status for each in ended] == [0] * count, ended
-    wanted = alone(model)
+    check_equal(ended, model, alone(model), joined="gloo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", TAKEN)
+def test_proxies_that_go_through_host_memory_change_no_token(ranks, model):
+    """As on a GPU that two ranks share, where NCCL refuses them."""
+    ended = ranks(2, model=model, modes=("eager", "breakable"), staged=True)
+    check_equal(ended, model, alone(model), joined=SHARED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", TAKEN)
+def test_two_stages_on_one_gpu_give_the_tokens_of_one_process(ranks, model):
+    ended = ranks(2, model=model, modes=("eager", "breakable"), device="cuda:0", deadline=60.0)
+    check_equal(ended, model, alone(model, "cuda"), joined=SHARED)
+
+
+SHARED = "gloo through host memory, one device shared by 2 stages"
+
+
+def check_equal(ended, model, wanted, *, joined):
+    """Tokens of one process, captured the eager stages' to the bit, and each stage with its own layers and proxies."""
+    assert [each.status for each in ended] == [0] * len(ended), ended
     for each in ended:
         eager, captured = each.told["eager"], each.told["breakable"]
         assert eager["tokens"] == captured["tokens"] == wanted
+        assert eager["joined"] == captured["joined"] == joined
         assert eager["kv"] == captured["kv"], "after forwards that were not padded"
         assert set(eager["reasons"]) == {"BACKEND_EAGER"} and eager["captured"] == 0
         assert captured["captured"] > 10 and set(captured["reasons"]) <= {"WASTE_CEILING"}
@@ -198,6 +222,21 @@ def test_what_makes_no_pipeline_is_told(single):
         single(0)
     with pytest.raises(InputError, match="do not make 40 micro-batches"):
         single(40)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "told"),
+    [
+        ("cuda", (0, 1), "nccl"), ("cuda", (0, 0), SHARED), ("cuda", (1, 0, 1), SHARED), ("cpu", (0, 0), "gloo"),
+        ("cuda", (2, 2, 2), SHARED.replace("2", "3")), ("cuda", (0,), "nccl"),
+    ],
+)  # fmt: skip
+def test_stages_with_a_gpu_each_are_joined_by_nccl_and_those_that_share_one_through_host_memory(
+    kind, devices, told
+):
+    assert str(Joint.of(kind, devices)) == told
+    assert Joint.of(kind, devices).staged == (told not in ("nccl", "gloo"))
+    assert Joint.of(kind, devices, staged=True).staged
 
 
 def test_without_torchrun_and_store_there_is_no_rank(monkeypatch):

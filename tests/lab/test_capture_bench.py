@@ -102,7 +102,7 @@ def test_costs_off_the_line_are_told():
 
 
 def test_only_the_parts_that_are_asked_for_run():
-    with pytest.raises(InputError, match=f"'all' is no part of this bench; good values: {', '.join(PARTS)}"):
+    with pytest.raises(InputError, match=f"'all' is no part of this bench; good names: {', '.join(PARTS)}"):
         next(iter(capture_bench.capture(CPU, quick=True, parts=["all"])))
     (only,) = capture_bench.capture(CPU, quick=True, parts=["shared"])
     assert only.arm == "shared"

@@ -23,5 +23,8 @@ def test_every_kind_has_its_overhead_and_its_findings():
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(InputError, match="no kind 'linea' of function; good names: pointwise, linear"):
+    with pytest.raises(
+        InputError,
+        match=r"'linea' is no kind of function \(did you mean linear\?\); good names: pointwise, linear",
+    ):
         list(doctor_overhead(CPU, kinds=("linea",)))

@@ -178,7 +178,10 @@ def test_n03_close_gives_back_and_says_so_and_a_closed_lab_refuses(prompts):
         ({"max_batch": 0}, errors.InputError, "max_batch"),
         ({"buckets": [1, 16]}, errors.BucketError, "above the maximum of 8"),
         ({"device": "cuda:7"}, errors.DeviceError, "good values are"),
-        *[({"ops": ops}, errors.ToggleError, "good values here: portable") for ops in ("", "auto", 0, ["x"])],
+        *[
+            ({"ops": ops}, errors.ToggleError, "form of ops on cpu.*good names: portable")
+            for ops in ("", "auto", 0, ["x"])
+        ],
         ({"ops": "compiled"}, errors.ToggleError, "needs a CUDA device"),
     ],
 )

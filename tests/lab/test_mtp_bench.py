@@ -63,7 +63,7 @@ def test_the_loads_are_s0_s_lengths_and_80_requests_for_chat():
 
 
 def test_an_unknown_load_is_told_before_a_model_is_opened():
-    with pytest.raises(InputError, match="no load 'talk'; good names: chat, summarisation"):
+    with pytest.raises(InputError, match="'talk' is no load; good names: chat, summarisation"):
         next(mtp(CPU, quick=True, loads=("talk",)))
 
 

@@ -11,7 +11,8 @@ import torch
 from cglab.errors import InputError, RankError, ToggleError
 from cglab.lab import pipeline_bench, stage_job
 from cglab.lab.pipeline_bench import active_devices, job_records, pipeline
-from cglab.lab.recorded import Recorded
+from cglab.lab.pipeline_shared import compared
+from cglab.lab.recorded import Recorded, newest
 from cglab.lab.stage_job import StageJob, run_stages
 from cglab.measure.claims import evaluate, load_claims
 from cglab.measure.machine import Device
@@ -50,7 +51,9 @@ def s2_ranks(busy=None):
             }
             for cap in caps for arm, column in ARMS.items()
         ]  # fmt: skip
-        ranks.append({"points": points, "ops": "compiled", "weights": "random", "layers": []})
+        ranks.append(
+            {"points": points, "ops": "compiled", "weights": "random", "joined": "nccl", "layers": []}
+        )
     job = StageJob("deep-narrow", 4, "cuda", tuple(caps), tuple(sorted({r["concurrency"] for r in rows})))
     return job, ranks
 
@@ -126,6 +129,7 @@ def test_two_processes_run_the_protocol_through_torchrun(model, breaks):
         (c, a) for c in (32, 64) for a in ("eager", "breakable")
     ]
     assert all(r.metrics["ok"] and r.metrics["tokens_equal"] for r in swept)
+    assert {r.workload["joined"] for r in swept} == {"gloo"}
     for record in swept:
         ran, idle = ("forwards_replayed", "forwards_eager")[:: 1 if record.arm == "breakable" else -1]
         forwards = 3 * 4 * 64 // record.workload["cap"]
@@ -151,6 +155,96 @@ def test_more_stages_than_gpus_are_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match="2 stages need 2 GPUs and 1 are here"):
         list(pipeline(torch.device("cuda")))
+
+
+def test_stages_that_share_a_gpu_are_told_how_and_no_more_gpus_are_asked_for(monkeypatch):
+    jobs = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        pipeline_bench, "shared_records", lambda job, device, run: jobs.append(job) or iter(())
+    )
+    assert list(pipeline(torch.device("cuda"), share=True)) == []
+    (job,) = jobs
+    assert (job.model, job.stages, job.caps, job.concurrencies) == ("qwen3-8b", 2, (512, 2048), (4,))
+    # Each forward fills a bucket: padded, matrix products of other sizes may round otherwise.
+    assert all(cap % job.prompt == 0 or job.prompt % cap == 0 for cap in job.caps)
+    assert list(pipeline(torch.device("cuda"), share=True, caps=(256,), instances=1)) == []
+    assert (jobs[1].caps, jobs[1].instances, jobs[1].concurrencies) == ((256,), 1, (4,))
+
+
+def shared_ranks(**wrong):
+    """A job of one device, what its two ranks and one process found, with some of the second rank's otherwise."""
+
+    def rank(stage, **told):
+        ran = {"eager": {"captured": 0, "eager": 5}, "breakable": {"captured": 5, "eager": 0}}
+        points = [
+            {
+                "kind": "throughput", "cap": 32, "concurrency": 2, "arm": arm, "requests": 4, "coverage": ran[arm],
+                "largest": 32, "exact": True, "errors": 0, "tokens": "same", "repeated": True, "seconds": [1.0],
+                "stage_ms": [1.0], **told,
+            }
+            for arm in ran
+        ]  # fmt: skip
+        points += [
+            {"kind": "stage", "cap": 32, "concurrency": 2, "arm": arm, "parity": parity, "breaks": 3.0}
+            for arm, parity in (("eager", None), ("breakable", {"verdict": stage}))
+        ]
+        return {"points": points, "ops": "compiled", "weights": "random", "joined": "as told"}
+
+    parity = wrong.pop("parity", "bitwise")
+    alone = rank("bitwise", tokens=wrong.pop("alone", "same"))
+    job = StageJob("qwen3-8b", 2, "cuda", (32,), (2,), shared=True)
+    return list(compared(job, [rank("bitwise"), rank(parity, **wrong)], alone, CPU, "run"))
+
+
+def test_records_of_a_shared_device_have_no_times_and_enter_no_claim_and_no_sweep(s2):
+    made = shared_ranks()
+    assert [r.arm for r in made] == ["eager", "breakable"] and all(r.metrics["ok"] for r in made)
+    for each in made:
+        assert each.bench == "pipeline_shared" and not each.samples
+        assert not [name for name in each.metrics if name.endswith(("_ms", "_s", "gain"))]
+        assert each.metrics["times_comparable"] is False and each.workload["times"].startswith(
+            "not comparable"
+        )
+        assert each.workload["joined"] == "as told" and each.workload["stages"] == 2
+    gpu = Device("H200", "cuda")
+    measured = [replace(record, device=gpu) for record in s2]
+    beside = [*measured, *(replace(each, device=gpu, model="deep-narrow") for each in made)]
+    assert evaluate(load_claims(), beside, "tree") == evaluate(load_claims(), measured, "tree")
+    assert newest("pipeline", beside) == newest("pipeline", measured)
+    assert not newest("pipeline_shared", measured) and newest("pipeline_shared", beside).command == "pipeline"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"tokens": "other"}, "tokens_equal_one_process"),
+        ({"alone": "other"}, "tokens_equal_one_process"),
+        ({"parity": "corrupted"}, "bitwise"),
+        ({"exact": False}, "exact_lengths"),
+        ({"repeated": False}, "repeated"),
+        ({"coverage": {"captured": 3, "eager": 2}}, "ranks_alike"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else ", ".join(each),
+)
+def test_what_one_rank_of_a_shared_device_did_otherwise_is_told(wrong, told):
+    last = shared_ranks(**wrong)[-1]
+    assert last.metrics[told] is False and last.metrics["ok"] is False
+    assert last.parity["verdict"] == wrong.get("parity", "bitwise")
+
+
+@pytest.mark.slow
+def test_two_stages_share_a_device_and_agree_with_one_process(s2):
+    made = list(pipeline(CPU, quick=True, share=True, models=["pico-dsa"], caps=(64,), instances=1))
+    assert [(r.bench, r.arm, r.workload["cap"]) for r in made] == [
+        ("pipeline_shared", "eager", 64),
+        ("pipeline_shared", "breakable", 64),
+    ]
+    for each in made:
+        assert each.metrics["ok"] and each.metrics["tokens_equal_one_process"]
+        assert each.workload["joined"] == "gloo through host memory, one device shared by 2 stages"
+    assert made[1].metrics["forwards_replayed"] == 4 and made[1].metrics["forwards_eager"] == 0
+    assert made[1].metrics["breaks"] == sum(BREAKS["pico-dsa"])
 
 
 def test_a_lab_of_one_process_has_no_stage_and_says_what_has():

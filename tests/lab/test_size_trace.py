@@ -64,7 +64,9 @@ def test_a_trace_lies_in_the_data_folder_by_default(tmp_path, monkeypatch):
     monkeypatch.setenv("CGLAB_DATA", str(tmp_path))
     assert TRACE.save() == tmp_path / "traces" / "chat-8.json"
     assert load_size_trace("chat-8") == TRACE
-    with pytest.raises(ResultsError, match="no trace 'chat-9' in .*; there is chat-8"):
+    with pytest.raises(
+        ResultsError, match=r"'chat-9' is no trace in .* \(did you mean chat-8\?\); good names: chat-8"
+    ):
         load_size_trace("chat-9")
 
 

@@ -125,8 +125,8 @@ def test_g9_one_bit_of_one_logit_changes_the_hash(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"models": ("qwen3-9b",)}, "no soak of 'qwen3-9b' here; good models: pico-gqa"),
-        ({"models": ("pico-gqa", "qwen3-8b")}, "good models: pico-gqa; larger ones need a GPU and no quick"),
+        ({"models": ("qwen3-9b",)}, "'qwen3-9b' is no model of a soak here; good names: pico-gqa"),
+        ({"models": ("pico-gqa", "qwen3-8b")}, "good names: pico-gqa; larger ones need a GPU and no quick"),
         ({"rounds": 1}, "rounds=2"),
     ],
 )

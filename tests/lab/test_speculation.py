@@ -183,7 +183,11 @@ def test_without_a_draft_the_toggles_and_their_runners_say_what_is_missing(name)
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
-        ({"draft": "pico-draft"}, errors.ModelError, "no draft 'pico-draft'.*pico-gqa-assistant"),
+        (
+            {"draft": "pico-draft"},
+            errors.ModelError,
+            "no draft 'pico-draft'.*pico-gqa-assistant.*random, random-block, nextn, ",
+        ),
         ({"draft": "gemma-31b-like-assistant"}, errors.ModelError, "open its own target"),
         ({"speculation": cglab.Speculation()}, errors.InputError, "needs a draft model"),
         ({"draft": DRAFT, "speculation": 3}, errors.InputError, "give a Speculation"),

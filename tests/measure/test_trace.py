@@ -219,7 +219,7 @@ def test_windows_take_the_work_that_they_launched_however_late_it_ran():
     assert trace.busy_us() == 40
     assert trace.wall_us == 60  # the two overlap on the device: time is not counted twice
     assert parse_trace(events).window("other").wall_us == 10
-    with pytest.raises(InputError, match="there are: other, step"):
+    with pytest.raises(InputError, match="good names: other, step"):
         trace.window("stop")
 
 

@@ -193,5 +193,5 @@ def test_forms_that_a_device_cannot_use_are_refused_with_the_reason():
     assert check_ops(None, CPU) == "portable"
     with pytest.raises(ToggleError, match="needs a CUDA device.*good: portable"):
         check_ops("compiled", CPU)
-    with pytest.raises(ToggleError, match="'fast' is unknown; good values here: portable"):
+    with pytest.raises(ToggleError, match="'fast' is no form of ops on cpu; good names: portable"):
         check_ops("fast", CPU)

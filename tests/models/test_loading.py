@@ -242,7 +242,10 @@ def test_a_tokenizer_of_another_model_is_refused(folder, root):
 
 
 def test_names_that_are_nothing_list_what_there_is():
-    with pytest.raises(ModelError, match=r"no model 'pico-gpa'.*pico-gqa.*qwen3-0\.6b, qwen3-8b.*owner/name"):
+    with pytest.raises(
+        ModelError,
+        match=r"no model 'pico-gpa' \(did you mean pico-gqa.*pico-gqa.*qwen3-0\.6b, qwen3-8b.*owner/name",
+    ):
         load("pico-gpa")
 
 
