@@ -24,6 +24,7 @@ from cglab.measure.legible import NEEDED, check, legible
 from cglab.measure.machine import Device
 from cglab.measure.record import make_record
 from cglab.measure.records import ResultsWarning, read
+from cglab.ui import growth
 from cglab.ui.recorded_bench import recorded_sources
 
 CPU, GPU = torch.device("cpu"), Device("H200", "cuda")
@@ -63,12 +64,18 @@ def views():
         for bench in ("decode", "prefill", "ttft", "ttft_crossover", "token", "growth", "capture")
     }
     own = {
+        "scheduler": made(
+            "scheduler", "running", workload={"running": 4}, metrics=dict.fromkeys(growth.PARTS, 1.0)
+        ),
         "planner": made(
             "planner", "sglang", metrics={"time_ms": 2.0}, workload={"phase": "decode", "load": "few"}
         ),
         "pipeline": made("pipeline", "eager", metrics={"tok_s": 9.0}, workload={"cap": 512, "stages": 2}),
     }
-    return drawn | {bench: [replace(each, device=GPU)] for bench, each in own.items()}
+    fit = made("scheduler", "fit", workload={"of": "running"}, metrics={"fixed_us": 1.0, "each_us": 0.1})
+    own_lines = {bench: [replace(each, device=GPU)] for bench, each in own.items()}
+    own_lines["scheduler"].append(replace(fit, device=GPU))
+    return drawn | own_lines
 
 
 SPARSE, VIEWS = tuple(sparse()), views()
