@@ -19,7 +19,7 @@ from typing import Any, Final
 from cglab.errors import InputError, ServerError
 from cglab.serving.arm import ServerArm, plain_environment
 from cglab.serving.compare import Launch
-from cglab.serving.endpoint import Endpoint
+from cglab.serving.endpoint import Endpoint, with_key
 from cglab.serving.installed import ask, find_python
 from cglab.serving.scrape import scrape
 from cglab.serving.server import launch
@@ -173,7 +173,7 @@ def _run(
     try:
         answer = subprocess.run(
             [*words, *map(str, asked)], cwd=folder, capture_output=True, text=True, timeout=deadline, check=False,
-            stdin=subprocess.DEVNULL, env=plain_environment(os.environ),
+            stdin=subprocess.DEVNULL, env=with_key(server, plain_environment(os.environ)),
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ServerError(
