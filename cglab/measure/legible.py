@@ -49,6 +49,7 @@ TRUTH: Final = Kind("true or false", lambda value: isinstance(value, bool))
 COUNTS: Final = Kind("a list of whole numbers from 1", _listed(COUNT.fits))
 NUMBERS: Final = Kind("a list of numbers", _listed(is_number))
 TIMES: Final = Kind("a list of times", _listed(lambda value: is_number(value) and value > 0))
+TABLE: Final = Kind("a table", lambda value: isinstance(value, dict))
 ANYTHING: Final = Kind("there", lambda value: value is not None)
 COSTS: Final = dict.fromkeys(
     ("metrics.buckets?", "metrics.capture_s?", "metrics.warmup_s?", "metrics.graph_gb?", "metrics.draft_graph_gb?"),
@@ -56,7 +57,8 @@ COSTS: Final = dict.fromkeys(
 )  # fmt: skip
 
 NEEDED: Final[Mapping[str, Mapping[str, Kind]]] = {
-    "decode": {"workload.batch": SIZE},
+    "decode": {"workload.batch": SIZE, "coverage.reasons?": TABLE},
+    "capture": {"workload.phase": ANYTHING},
     "token": {"workload.batch": COUNT, "workload.context?": COUNT},
     "prefill": {"workload.tokens?": COUNT, "workload.cached?": SIZE},
     "ttft": {"workload.tokens": COUNT, "workload.concurrency": COUNT, "workload.cached?": SIZE},
@@ -86,7 +88,12 @@ def check(record: Record) -> None:
     Raises:
         RecordError: naming the record, the field, what it is and what it is to be.
     """
-    for path, kind in NEEDED.get(record.bench, {}).items():
+    require(record, NEEDED.get(record.bench, {}))
+
+
+def require(record: Record, needed: Mapping[str, Kind]) -> None:
+    """Stops at a record that lacks what is needed; see ``NEEDED`` for the paths, ``check`` for the error."""
+    for path, kind in needed.items():
         value = at(record, path.removesuffix("?"))
         if not (kind.fits(value) or (value is None and path.endswith("?"))):
             raise unreadable(record, path.removesuffix("?"), value, kind.text)

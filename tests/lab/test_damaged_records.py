@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cglab.engine.load import Load
-from cglab.errors import RecordError
+from cglab.errors import RecordError, ResultsError
 from cglab.lab import dsa_sweep
 from cglab.lab.dsa_recorded import Earlier, asked_of
 from cglab.lab.dsa_sweep import measured
@@ -23,6 +24,8 @@ from cglab.measure.legible import NEEDED, check, legible
 from cglab.measure.machine import Device
 from cglab.measure.record import make_record
 from cglab.measure.records import ResultsWarning, read
+from cglab.ui import growth
+from cglab.ui.recorded_bench import recorded_sources
 
 CPU, GPU = torch.device("cpu"), Device("H200", "cuda")
 SHIPPED = Path(__file__).parents[2] / "data/results"
@@ -58,15 +61,21 @@ def views():
     steps = [record for record in read(SHIPPED).records if record.shows_graph_times]
     drawn = {
         bench: [record for record in steps if record.bench == bench][-6:]
-        for bench in ("decode", "prefill", "ttft", "ttft_crossover", "token")
+        for bench in ("decode", "prefill", "ttft", "ttft_crossover", "token", "growth", "capture")
     }
     own = {
+        "scheduler": made(
+            "scheduler", "running", workload={"running": 4}, metrics=dict.fromkeys(growth.PARTS, 1.0)
+        ),
         "planner": made(
             "planner", "sglang", metrics={"time_ms": 2.0}, workload={"phase": "decode", "load": "few"}
         ),
         "pipeline": made("pipeline", "eager", metrics={"tok_s": 9.0}, workload={"cap": 512, "stages": 2}),
     }
-    return drawn | {bench: [replace(each, device=GPU)] for bench, each in own.items()}
+    fit = made("scheduler", "fit", workload={"of": "running"}, metrics={"fixed_us": 1.0, "each_us": 0.1})
+    own_lines = {bench: [replace(each, device=GPU)] for bench, each in own.items()}
+    own_lines["scheduler"].append(replace(fit, device=GPU))
+    return drawn | own_lines
 
 
 SPARSE, VIEWS = tuple(sparse()), views()
@@ -87,7 +96,9 @@ def damaged(draw, records):
     odd = lines[draw(st.integers(0, len(lines) - 1))]
     for _ in range(draw(st.integers(1, 3))):
         within = odd
-        *path, last = draw(st.sampled_from(sorted(places(odd))))
+        every = sorted(places(odd))
+        told = [place for place in every if place[0] in ("workload", "metrics", "samples", "parity")]
+        *path, last = draw(st.sampled_from(told or every) | st.sampled_from(every))
         for name in path:
             within = within[name]
         if draw(st.booleans()):
@@ -146,10 +157,20 @@ def test_no_field_of_a_record_that_is_gone_or_altered_stops_a_view(data, bench):
     @settings(max_examples=20, deadline=None)
     @given(lines=damaged(VIEWS[bench]))
     def drawn(lines):
-        figure = quiet(newest, bench, stored(data, lines)).plot()
+        figure = quiet(quiet(newest, bench, stored(data, lines)).plot)
         assert figure.layout.title.text
 
     drawn()
+
+
+@settings(max_examples=20, deadline=None)
+@given(lines=damaged(VIEWS["decode"]))
+def test_no_field_of_a_decode_record_that_is_gone_or_altered_stops_the_bench_of_recordings(data, lines):
+    stored(data, lines)
+    for opened in quiet(recorded_sources, data).values():
+        with suppress(ResultsError):  # that none of them has what a prediction is made of
+            bench = quiet(opened)
+            quiet(bench.run, "decode", {"decode": "full"}, bench.default, None)
 
 
 def without(record, path):
@@ -166,7 +187,7 @@ def without(record, path):
 REQUIRED = [
     (record, path)
     for record in (SPARSE[3], *(each[0] for each in VIEWS.values()))
-    for path in NEEDED[record.bench]
+    for path in NEEDED.get(record.bench, ())
     if not path.endswith("?")
 ]
 
