@@ -26,6 +26,7 @@
     |   +-- PoolBusyError           the pool is in use, or borrowed memory is still alive
     +-- ServerError             a server did not start, died or gave no answer
     +-- ResultsError            recorded results cannot be read or written
+    |   +-- RecordError         a record lacks what it is read for, or has it in another kind
     +-- RankError               ranks that work together do not: one is lost, late, or was told something else
     +-- TokenRangeError         a step handed out a token id that the vocabulary does not have
     +-- RecompiledError         the compiler ran where everything was to be compiled before
@@ -235,6 +236,10 @@ class TokenRangeError(CglabError):
 
 class ResultsError(CglabError):
     """Recorded results cannot be read or written; what was there is untouched."""
+
+
+class RecordError(ResultsError):
+    """A record lacks what it is read for, or has it in another kind: it is damaged, or of an earlier version."""
 
 
 class RecompiledError(CglabError):

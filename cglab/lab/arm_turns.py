@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
-from types import MappingProxyType
 from typing import Any, Final
 
 from cglab.engine.load import Load
+from cglab.errors import InputError
 from cglab.lab.facade import Lab
 from cglab.lab.load_run import LoadRun
 from cglab.measure.ab import schedule
-from cglab.measure.parity import worst
+from cglab.measure.parity import Parity, compare_tokens, worst
 from cglab.measure.profiling import profile
-from cglab.measure.statistics import Instances, bootstrap_interval, difference, pooled_median
+from cglab.measure.statistics import bootstrap_interval, difference, pooled_median
 
 INSTANCES: Final = 3
 Arms = Mapping[str, Callable[[], object]]
@@ -31,17 +31,84 @@ def middle(asked: Load) -> int:
     return asked.longest - asked.most_new_tokens // 2
 
 
-def turns(lab: Lab, asked: Load, arms: Arms, instances: int = INSTANCES) -> dict[str, list[LoadRun]]:
-    """Runs in turns; before them each arm once, shortly, so that nothing is captured or loaded within one."""
+TIMES: Final = ("tpot", "ttft", "e2e", "queueing")
+"""Of a request, in ``RequestTiming``."""
+COMPARED: Final = ("tpot", "ttft", "e2e", "round")
+"""What verdicts are about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is told of one load in one arm, which is one instance.
+
+    Attributes:
+        times: milliseconds by measure: of each request ``TIMES``, and ``round`` of each speculative step.
+        rates: ``tokens_s`` and ``accept_length``, and how many ``errors`` and ``preemptions`` there were.
+        payload: of what was sent.
+        outputs: new tokens of each request.
+    """
+
+    times: Mapping[str, Sequence[float]]
+    rates: Mapping[str, float]
+    payload: str
+    outputs: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, run: LoadRun | Turn) -> Turn:
+        """Of a run; one that is kept stays as it is."""
+        if isinstance(run, Turn):
+            return run
+        times = {name: _times(run, name) for name in TIMES}
+        rates = {
+            "tokens_s": run.latency.output_tok_s or 0.0, "accept_length": _committed(run),
+            "errors": float(run.latency.errors), "preemptions": float(run.latency.preemptions),
+        }  # fmt: skip
+        return cls({**times, "round": round_ms(run)}, rates, run.result.payload, run.result.outputs)
+
+    def parity(self, other: Turn) -> Parity:
+        """Its tokens against those of another, request by request.
+
+        Raises:
+            InputError: if they were not asked the same, or no request got a token.
+        """
+        if self.payload != other.payload:
+            raise InputError("the turns were sent different requests; compare turns of one and the same load")
+        return compare_tokens(self.outputs, other.outputs)
+
+
+Runs = Sequence[LoadRun | Turn]
+
+
+def rounds(
+    lab: Lab, asked: Load, arms: Arms, instances: int = INSTANCES, *, first: int = 0
+) -> Iterator[dict[str, LoadRun]]:
+    """A run of every arm, round by round.
+
+    Before them each arm runs once, shortly, so that nothing is captured or loaded within one.
+
+    Args:
+        lab: that runs them.
+        asked: of each run.
+        arms: that take turns.
+        instances: rounds in all.
+        first: how many of them are there already.
+    """
     short = Load(asked.concurrency, asked.concurrency, asked.prompt_tokens, min(8, asked.most_new_tokens))
     for choose in arms.values():
         choose()
         lab.load(short)
-    runs: dict[str, list[LoadRun]] = {arm: [] for arm in arms}
-    for _, arm in schedule(tuple(arms), 0, instances):
-        arms[arm]()
-        runs[arm].append(lab.load(asked))
-    return runs
+    for number in range(first, instances):
+        found = {}
+        for _, arm in schedule(tuple(arms), number, number + 1):
+            arms[arm]()
+            found[arm] = lab.load(asked)
+        yield found
+
+
+def turns(lab: Lab, asked: Load, arms: Arms, instances: int = INSTANCES) -> dict[str, list[LoadRun]]:
+    """All rounds by arm; arguments as ``rounds``."""
+    made = list(rounds(lab, asked, arms, instances))
+    return {arm: [each[arm] for each in made] for arm in arms}
 
 
 def round_ms(run: LoadRun) -> list[float]:
@@ -49,33 +116,27 @@ def round_ms(run: LoadRun) -> list[float]:
     return [step.seconds * 1e3 for step in run.steps if step.kind == "decode"]
 
 
-def _times(runs: Sequence[LoadRun], name: str) -> list[list[float]]:
+def _times(run: LoadRun, name: str) -> list[float]:
     return [
-        [float(seconds) * 1e3 for each in run.result.requests if (seconds := getattr(each, name)) is not None]
-        for run in runs
+        float(seconds) * 1e3 for each in run.result.requests if (seconds := getattr(each, name)) is not None
     ]
 
 
-MEASURES: Final[Mapping[str, Callable[[Sequence[LoadRun]], Instances]]] = MappingProxyType({
-    "tpot": partial(_times, name="tpot"),
-    "ttft": partial(_times, name="ttft"),
-    "e2e": partial(_times, name="e2e"),
-    "round": lambda runs: [round_ms(run) for run in runs],
-})  # fmt: skip
-"""Milliseconds by instance, for the verdicts."""
+def _by_instance(runs: Runs, name: str) -> list[Sequence[float]]:
+    return [Turn.of(each).times[name] for each in runs]
 
 
-def figures(runs: Sequence[LoadRun]) -> dict[str, Any]:
+def figures(runs: Runs) -> dict[str, Any]:
     """Rates and latencies of one arm over its instances."""
-    rounds = [round_ms(run) for run in runs]
+    rates = [Turn.of(each).rates for each in runs]
     found: dict[str, Any] = {
-        "tokens_s": median(run.latency.output_tok_s or 0.0 for run in runs),
-        "round_ms": pooled_median(rounds), "accept_length": median(_committed(run) for run in runs),
-        "errors": float(sum(run.latency.errors for run in runs)),
-        "preemptions": float(sum(run.latency.preemptions for run in runs)), "instances": float(len(runs)),
+        "tokens_s": median(each["tokens_s"] for each in rates), "round_ms": pooled_median(_by_instance(runs, "round")),
+        "accept_length": median(each["accept_length"] for each in rates),
+        "errors": sum(each["errors"] for each in rates), "preemptions": sum(each["preemptions"] for each in rates),
+        "instances": float(len(runs)),
     }  # fmt: skip
-    for name in ("tpot", "ttft", "e2e", "queueing"):
-        times = _times(runs, name)
+    for name in TIMES:
+        times = _by_instance(runs, name)
         if any(times):
             interval = bootstrap_interval(times)
             found |= {
@@ -91,15 +152,15 @@ def _committed(run: LoadRun) -> float:
     return tokens / passes if passes else 0.0
 
 
-def verdicts(runs: Mapping[str, Sequence[LoadRun]], arm: str) -> dict[str, Any]:
+def verdicts(runs: Mapping[str, Runs], arm: str) -> dict[str, Any]:
     """An arm against the first: by request and by step, with whether the tokens are the same."""
     first = runs[next(iter(runs))]
     if runs[arm] is first:
         return {}
-    tokens = worst(run.parity(first[0]) for run in runs[arm])
+    tokens = worst(Turn.of(run).parity(Turn.of(first[0])) for run in runs[arm])
     told: dict[str, Any] = {"tokens_equal": tokens.verdict == "bitwise", "first_difference": tokens.detail}
-    for name, of in MEASURES.items():
-        found = difference(of(first), of(runs[arm]))
+    for name in COMPARED:
+        found = difference(_by_instance(first, name), _by_instance(runs[arm], name))
         told |= {f"{name}_ratio": found.ratio, f"{name}_verdict": found.verdict}
     return told
 
@@ -112,10 +173,10 @@ def phase_ms(runs: Sequence[LoadRun]) -> dict[str, float]:
     return {name: median(times) for name, times in spent.items() if name != "prefill_ms"}
 
 
-def samples(runs: Sequence[LoadRun]) -> dict[str, list[float]]:
+def samples(runs: Runs) -> dict[str, list[float]]:
     """TPOT, TTFT and queueing of every request of every instance."""
     return {
-        f"{name}_ms": [value for instance in _times(runs, name) for value in instance]
+        f"{name}_ms": [value for instance in _by_instance(runs, name) for value in instance]
         for name in ("tpot", "ttft", "queueing")
     }
 

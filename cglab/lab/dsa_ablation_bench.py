@@ -19,11 +19,13 @@ import torch
 from cglab.engine.load import Load
 from cglab.engine.speculation import Speculation
 from cglab.errors import InputError, ToggleError
-from cglab.lab.arm_turns import figures, samples, turns, verdicts
+from cglab.lab.arm_turns import INSTANCES, Turn, figures, rounds, samples, verdicts
 from cglab.lab.dsa_bench import QUICK_GRID
 from cglab.lab.dsa_recorded import Earlier, asked_of, told
 from cglab.lab.dsa_sweep import PER_LANE, captured, load_of, open_for, target_prefill
 from cglab.lab.facade import Lab
+from cglab.lab.kept_turns import Round, kept_rounds, turn_of, turn_record
+from cglab.lab.load_run import LoadRun
 from cglab.lab.sparse_arms import choose
 from cglab.lab.sparse_prefill import SparseArm, extend_sizes
 from cglab.lab.step_metrics import Progress, model_facts, silent
@@ -118,7 +120,8 @@ def dsa_ablation(
         again: whether what the same code has recorded on this kind of device is measured once more.
 
     Yields:
-        A record for each arm of each point that is measured.
+        A record for each arm of each point that is measured, and before them one for each turn of a round that is not
+        the last: from these a run that was cut goes on.
 
     Raises:
         InputError: if no point is asked for, or nothing would be drafted.
@@ -147,7 +150,10 @@ def dsa_ablation(
                 progress(told(point, found))
                 continue
             progress(f"{name}: {point}, {number} of {len(points)}")
-            yield from _point(lab, point, loads[point], run, costs)
+            kept = kept_rounds(known, BENCH, ARMS, asked_of(point, loads[point]))[: INSTANCES - 1]
+            if kept:
+                progress(told(f"{point}, rounds 1 to {len(kept)} of {INSTANCES}", kept[-1]))
+            yield from _point(lab, point, loads[point], run, costs, kept)
 
 
 def switch(lab: Lab, switches: Switches) -> None:
@@ -157,9 +163,30 @@ def switch(lab: Lab, switches: Switches) -> None:
 
 
 def _point(
-    lab: Lab, point: Point, asked: Load, run: str, costs: Mapping[str, Mapping[str, float]]
+    lab: Lab,
+    point: Point,
+    asked: Load,
+    run: str,
+    costs: Mapping[str, Mapping[str, float]],
+    kept: Sequence[Round],
 ) -> Iterator[Record]:
-    runs = turns(lab, asked, {name: partial(switch, lab, each) for name, each in ARMS.items()})
+    """The turns of every round but the last, each as it ends, then the records of the point."""
+    runs: dict[str, list[LoadRun | Turn]] = {name: [turn_of(each[name]) for each in kept] for name in ARMS}
+    last: Mapping[str, LoadRun] = {}
+    choices = {name: partial(switch, lab, each) for name, each in ARMS.items()}
+    for number, last in enumerate(rounds(lab, asked, choices, first=len(kept)), len(kept)):
+        for name, ended in last.items():
+            runs[name].append(ended)
+            if number < INSTANCES - 1:  # what the last one shows is in the records of the point
+                yield turn_record(
+                    Turn.of(ended), bench=BENCH, arm=name, number=number, device=lab.device, run=run,
+                    workload=asked_of(point, asked), **model_facts(lab),
+                )  # fmt: skip
+    earlier = (
+        f" Rounds of earlier runs: {', '.join(next(iter(each.values())).run for each in kept)}."
+        if kept
+        else ""
+    )
     _, draft_kv = _layer(lab)
     caches = [*lab.engine.kv.caches().values(), *draft_kv.caches().values()]
     for name, switches in ARMS.items():
@@ -171,11 +198,11 @@ def _point(
             },
             samples=samples(runs[name]),
             workload={
-                **asked_of(point, asked), **lab.drafted, "decode": "full", "payload": runs[name][0].result.payload,
+                **asked_of(point, asked), **lab.drafted, "decode": "full", "payload": last[name].result.payload,
                 "toggles": f"{switches.arm.name}, draft_extend {switches.mode}", "invalid": dict(INVALID),
             },
-            coverage={phase: each.as_dict() for phase, each in runs[name][-1].coverage.items()},
-            notes="One GPU, acceptance pinned; S3 ran four and eight.", **model_facts(lab),
+            coverage={phase: each.as_dict() for phase, each in last[name].coverage.items()},
+            notes=f"One GPU, acceptance pinned; S3 ran four and eight.{earlier}", **model_facts(lab),
         )  # fmt: skip
 
 

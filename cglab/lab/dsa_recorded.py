@@ -15,6 +15,7 @@ import torch
 from cglab.engine.load import Load
 from cglab.lab.profiles import results_folder
 from cglab.lab.ttft_grid import Point
+from cglab.measure.legible import legible
 from cglab.measure.machine import describe_device
 from cglab.measure.record import Record
 from cglab.measure.records import load
@@ -36,7 +37,7 @@ class Earlier:
 
     @classmethod
     def kept(cls, model: str, dtype: torch.dtype, device: torch.device) -> Earlier:
-        """Those in ``data/results``.
+        """Those in ``data/results`` that can be read.
 
         Raises:
             ResultsError: if a file of results cannot be read.
@@ -44,9 +45,8 @@ class Earlier:
         folder = results_folder()
         stored = load(folder).records if folder.exists() else ()
         like = (tree_hash(), model, str(dtype).removeprefix("torch."), describe_device(device).name)
-        return cls(
-            tuple(each for each in stored if (each.tree, each.model, each.dtype, each.device.name) == like)
-        )
+        mine = (each for each in stored if (each.tree, each.model, each.dtype, each.device.name) == like)
+        return cls(tuple(legible(mine)))
 
     def of(self, bench: str, arms: Collection[str]) -> Iterable[Record]:
         """Those of a bench's arms."""

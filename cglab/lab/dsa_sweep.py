@@ -45,16 +45,17 @@ def swept(
     """
     known = measured(arm, records)
     found = [known[point] for point in points if point in known]
-    ratios = [float(record.metrics.get("ttft_ratio") or 1.0) for record in found]
-    whole = len(found) == len(points)
-    worst = {
-        "largest_ttft_ratio": max(ratios), "least_ttft_ratio": min(ratios),
-        "bitwise": all(record.metrics["bitwise"] for record in found),
-        "tokens_equal": all(record.metrics.get("tokens_equal", True) for record in found),
-    }  # fmt: skip
+    metrics = {"points": float(len(found)), "of_points": float(len(points)), **costs}
+    if len(found) == len(points):
+        ratios = [float(record.metrics.get("ttft_ratio") or 1.0) for record in found]
+        metrics |= {
+            "largest_ttft_ratio": max(ratios), "least_ttft_ratio": min(ratios),
+            "bitwise": all(record.metrics.get("bitwise") is True for record in found),
+            "tokens_equal": all(record.metrics.get("tokens_equal", True) for record in found),
+        }  # fmt: skip
     return make_record(
         bench=f"{BENCH}_sweep", arm=arm, device=lab.device, run=run,
-        metrics={"points": float(len(found)), "of_points": float(len(points)), **costs, **(worst if whole else {})},
+        metrics=metrics,
         workload={"grid": [[point.tokens, point.cached, point.concurrency] for point in map(point_of, found)]},
         notes=NOT_HERE, **model_facts(lab),
     )  # fmt: skip

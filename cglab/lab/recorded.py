@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cglab.lab.profiles import results_folder
 from cglab.lab.tables import rows
 from cglab.lab.views import draw
+from cglab.measure.legible import legible
 from cglab.measure.record import Record
 from cglab.measure.records import load
 from cglab.measure.tree import tree_hash
@@ -102,17 +103,17 @@ COMMANDS: Mapping[str, str] = {
     "dsa_prefill": "dsa",
     "dsa_prefill_sweep": "dsa",
     "dsa_floor": "dsa",
+    "dsa_ablation_turn": "dsa-ablation",
     "dsa_choice": "dsa",
 }
 """What has a name of its own among the records of a command, which has another."""
 
 
 def newest(bench: str, records: Iterable[Record]) -> Recorded:
-    """The newest run of each model, dtype and workload on a CUDA device."""
+    """The newest run of each model, dtype and workload on a CUDA device, of records that can be read."""
     groups: dict[tuple[str | None, str | None, str], list[Record]] = {}
-    for record in records:
-        if record.bench == bench and record.shows_graph_times:
-            groups.setdefault((record.model, record.dtype, _key(record)), []).append(record)
+    for record in legible(each for each in records if each.bench == bench and each.shows_graph_times):
+        groups.setdefault((record.model, record.dtype, _key(record)), []).append(record)
     kept = [r for group in groups.values() for r in group if r.run == group[-1].run]
     return Recorded(bench, tuple(sorted(kept, key=lambda record: record.created)))
 

@@ -18,6 +18,7 @@ import torch
 
 from cglab.lab.profiles import results_folder
 from cglab.lab.ttft_grid import Point
+from cglab.measure.legible import check, legible, unreadable
 from cglab.measure.machine import describe_device
 from cglab.measure.record import Record
 from cglab.measure.records import load
@@ -75,12 +76,11 @@ def step_costs(records: Iterable[Record]) -> list[StepCost]:
     """What the DSA bench recorded at the points where one run has both arms; of several runs the newest.
 
     Args:
-        records: of the bench, in the order in which they were made.
+        records: of the bench, in the order in which they were made; those that cannot be read are passed over.
     """
     runs: dict[tuple[Point, str], dict[str, Record]] = {}
-    for record in records:
-        if record.arm in (SELECTING, WHOLE):
-            runs.setdefault((point_of(record), record.run), {})[record.arm] = record
+    for record in legible((each for each in records if each.arm in (SELECTING, WHOLE)), _check_cost):
+        runs.setdefault((point_of(record), record.run), {})[record.arm] = record
     newest = {point: arms for (point, _), arms in runs.items() if len(arms) == 2}
     found = []
     for point in sorted(newest, key=str):
@@ -92,10 +92,21 @@ def step_costs(records: Iterable[Record]) -> list[StepCost]:
     return found
 
 
+def _check_cost(record: Record) -> None:
+    check(record)
+    _by_instance(record)
+
+
 def _by_instance(record: Record) -> list[list[float]]:
-    """TTFT of a record, whose instances stand one after the other, each with as many requests."""
+    """TTFT of a record, whose instances stand one after the other, each with as many requests.
+
+    Raises:
+        RecordError: if there are fewer samples than instances.
+    """
     times, count = list(record.samples["ttft_ms"]), int(float(record.metrics["instances"] or 0))
     each = len(times) // count
+    if not each:
+        raise unreadable(record, "samples.ttft_ms", times, f"a time or more of each of {count} instances")
     return [times[first : first + each] for first in range(0, each * count, each)]
 
 

@@ -113,7 +113,7 @@ def run_stages(job: StageJob) -> list[dict[str, Any]]:
         path.write_text(json.dumps(asdict(job)), encoding="utf-8")
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.stages}",
-            "-m", "cglab.lab.stage_process", str(path),
+            f"--log-dir={folder}", "-m", "cglab.lab.stage_process", str(path),
         ]  # fmt: skip
         said = Path(folder, "said")
         with said.open("wb") as log:

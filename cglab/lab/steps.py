@@ -185,10 +185,15 @@ def _parity(runner: Runner[Any], step: Step) -> Parity:
     return compare_outputs(got, leaves(want))
 
 
+def _in_rows(output: Tensor) -> Tensor:
+    """An output of one number a row as a column."""
+    return output.unsqueeze(-1) if output.dim() == 1 else output
+
+
 def compare_outputs(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Parity:
     """The worst of a step's outputs: numbers as logits, the rest as tokens."""
     return worst(
-        compare_logits(one, other)
+        compare_logits(_in_rows(one), _in_rows(other))
         if one.is_floating_point()
         else compare_tokens(one.view(len(one), -1).tolist(), other.view(len(other), -1).tolist())
         for one, other in zip(got, wanted, strict=True)

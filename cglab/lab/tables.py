@@ -65,6 +65,7 @@ _COLUMNS = {
                           "capture_s", "warmup_s"),
     "dsa_ablation": ("ttft_ms", "ttft_ratio", "ttft_verdict", "tpot_ms", "tpot_ratio", "e2e_ms", "e2e_ratio",
                      "accept_length", "tokens_equal", "graph_gb", "draft_graph_gb", "cache_gb"),
+    "dsa_ablation_turn": ("tokens_s", "accept_length", "errors", "preemptions"),
     "dsa_choice": ("points", "faster", "slower", "recorded"),
     "dsa_arms": ("requests", "differing", "tokens_equal", "steps", "captured", "ok"),
     "dsa_floor": ("floor", "floor_by_rule", "rows", "differing_buckets"),

@@ -113,12 +113,36 @@ class Record:
         wrong = [name for name in objects if not isinstance(values[name], dict)]
         wrong += [name for name in texts if not isinstance(values[name], str)]
         wrong += [name for name in ("parity", "coverage") if not isinstance(values[name], dict | None)]
+        wrong += [name for name in ("model", "weights", "dtype") if not isinstance(values[name], str | None)]
+        wrong = wrong or _wrong_values(values)
         if wrong:
             raise ResultsError(f"fields of the wrong kind: {', '.join(wrong)}")
         try:
             return cls(**{**values, "device": Device(**device)})
         except TypeError as error:
             raise ResultsError(f"device: {error}") from error
+
+
+def _wrong_values(values: Mapping[str, Any]) -> list[str]:
+    """Figures, samples and verdicts of a record that are of the wrong kind, and facts of its device."""
+    device, parity = values["device"], values["parity"]
+    wrong = [f"device.{name}" for name in ("name", "kind") if not isinstance(device.get(name), str)]
+    for name, each in values["metrics"].items():
+        if not (each is None or isinstance(each, bool | str) or is_number(each)):
+            wrong.append(f"metrics.{name}")
+    for name, each in values["samples"].items():
+        if not (isinstance(each, list) and all(map(is_number, each))):
+            wrong.append(f"samples.{name}")
+    load = device.get("load")
+    wrong += ["device.load"] if load is not None and not is_number(load) else []
+    return wrong + (
+        ["parity.verdict"] if parity is not None and not isinstance(parity.get("verdict"), str) else []
+    )
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON can be computed with: a whole number may be longer there than any other."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def new_run() -> str:

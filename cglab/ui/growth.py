@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, cycle
 from pathlib import Path
 
 import plotly.graph_objects as go
 
 from cglab.lab.recorded import Recorded
+from cglab.measure.legible import COUNT, NUMBER, SIZE, legible, require, unreadable
 from cglab.measure.record import Record
 from cglab.ui.style import INK, colour, empty, figure, size_axis
 
@@ -18,6 +20,8 @@ DASHES = ("solid", "dot", "dash", "dashdot")
 SECONDS = tuple(f"bucket_{part}_ms" for part in ("warmup", "begin", "record", "end", "instantiate"))
 BYTES = tuple(f"bucket_{part}_bytes" for part in ("pool", "device", "output"))
 """Columns of a recorded ledger that add up to what a bucket costs."""
+STEP = {f"workload.{size}": COUNT for size in ("batch", "context", "cache")}
+"""What a step of a curve has; a fit over several has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ def recorded_host(recorded: Recorded) -> go.Figure:
 def _curves(records: Iterable[Record]) -> list[_Curve]:
     """Lines through the steps that shared a cache: those of several batches by batch, others by context."""
     groups: dict[tuple[str, int, str], list[Record]] = {}
-    for record in records:
+    for record in legible(records, partial(require, needed=STEP)):
         groups.setdefault((_model(record), record.workload["cache"], record.arm), []).append(record)
     curves = []
     for (model, _, arm), made in groups.items():
@@ -119,7 +123,8 @@ def recorded_capture(recorded: Recorded) -> go.Figure:
 
     A line is one capture on first use of its kernels, bucket by bucket; each bucket adds its line of the ledger.
     """
-    lines = [each for each in recorded.records if each.workload.get("kernels") == "first use"]
+    first = (each for each in recorded.records if each.workload.get("kernels") == "first use")
+    lines = legible(first, _check_ledger)
     if not lines:
         return empty("Cost of captures on a GPU: not recorded yet", str(recorded))
     note = f"All buckets of a phase in one pool, largest first. {recorded.note.partition(';')[0]}"
@@ -145,13 +150,15 @@ def recorded_capture(recorded: Recorded) -> go.Figure:
 
 PARTS = {"plan_us": "#0072B2", "inputs_us": "#E69F00", "commit_us": "#009E73", "step_us": INK}
 """Parts of a step's host time, and the whole."""
+AXES = ("running", "waiting")
 
 
 def recorded_scheduler(recorded: Recorded) -> go.Figure:
     """The host's part of a step: by requests that run on the left, by those that wait on the right."""
-    if not any(each.arm in ("running", "waiting") for each in recorded.records):
+    records = legible(recorded.records, _check_host)
+    if not any(each.arm in AXES for each in records):
         return empty("Host time of a step by requests: not recorded yet", str(recorded))
-    fits = [each for each in recorded.records if each.arm == "fit"]
+    fits = [each for each in records if each.arm == "fit"]
     told = "".join(
         f"; {each.metrics['fixed_us']:.3g} µs and {each.metrics['each_us']:.3g} µs a request that runs"
         for each in fits[-1:]
@@ -160,8 +167,8 @@ def recorded_scheduler(recorded: Recorded) -> go.Figure:
     made = figure(f"Host time of a step by requests, {recorded.where}", note, height=400)
     made.set_subplots(1, 2, subplot_titles=["none wait", "64 run"], horizontal_spacing=0.14)
     made.update_layout(margin_t=112).update_annotations(font_size=13)
-    for column, arm in enumerate(("running", "waiting"), 1):
-        drawn = sorted((r for r in recorded.records if r.arm == arm), key=lambda r: int(r.workload[arm]))
+    for column, arm in enumerate(AXES, 1):
+        drawn = sorted((r for r in records if r.arm == arm), key=lambda r: int(r.workload[arm]))
         for part, code in PARTS.items():
             made.add_scatter(
                 x=[record.workload[arm] for record in drawn], y=[record.metrics[part] for record in drawn],
@@ -172,6 +179,33 @@ def recorded_scheduler(recorded: Recorded) -> go.Figure:
         made.update_xaxes(title_text=f"{arm} (requests)", row=1, col=column)
     made.update_yaxes(rangemode="tozero")
     return made.update_yaxes(title_text="host time of a step (µs)", col=1)
+
+
+def _check_host(record: Record) -> None:
+    """Stops at a record that lacks its point, or a part of its time; of the fit, what it is of.
+
+    Raises:
+        RecordError: naming the field.
+    """
+    if record.arm in AXES:
+        require(record, {f"workload.{record.arm}": SIZE, **{f"metrics.{part}": NUMBER for part in PARTS}})
+    elif record.arm == "fit":
+        require(record, {"metrics.fixed_us": NUMBER, "metrics.each_us": NUMBER})
+
+
+def _check_ledger(record: Record) -> None:
+    """Stops at a ledger of which a column is absent or of another length.
+
+    Raises:
+        RecordError: naming the column.
+    """
+    columns = {name: record.samples.get(name, ()) for name in (*SECONDS, *BYTES)}
+    buckets = max(map(len, columns.values()))
+    for name, column in columns.items():
+        if len(column) != buckets or not buckets:
+            raise unreadable(
+                record, f"samples.{name}", len(column) or None, f"one of each of {buckets} buckets"
+            )
 
 
 def _summed(record: Record, names: Sequence[str], unit: float) -> list[float]:

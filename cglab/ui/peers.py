@@ -56,10 +56,10 @@ def _panels(recorded: Recorded) -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = {}
     order = sorted(
         recorded.records,
-        key=lambda each: (each.model or "", each.workload["batch"], each.workload["context"]),
+        key=lambda each: (each.model or "", each.workload["batch"], each.workload.get("context") or 0),
     )
     for each in order:
-        place = f"{Path(each.model or '').name}, batch {each.workload['batch']}, context {each.workload['context']}"
+        place = f"{Path(each.model or '').name}, batch {each.workload['batch']}, context {each.workload.get('context')}"
         found.setdefault(place, []).append(each)
     return found
 

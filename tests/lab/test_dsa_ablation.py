@@ -1,10 +1,16 @@
 """The ablation of T8, T9 and T10 in small, on the tape: which combinations there are, and what was captured in each."""
 
+from itertools import islice
+
 import pytest
 import torch
 
 from cglab.errors import InputError
-from cglab.lab.dsa_ablation_bench import ARMS, INVALID, POINTS, dsa_ablation
+from cglab.lab import dsa_ablation_bench
+from cglab.lab.arm_turns import INSTANCES, rounds
+from cglab.lab.dsa_ablation_bench import ARMS, BENCH, INVALID, POINTS, dsa_ablation
+from cglab.lab.kept_turns import turn_of
+from cglab.measure.records import append
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -12,7 +18,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def records():
-    return {each.arm: each for each in dsa_ablation(CPU, quick=True, tokens=(12,), new_tokens=3)}
+    made = dsa_ablation(CPU, quick=True, tokens=(12,), new_tokens=3)
+    return {each.arm: each for each in made if each.bench == BENCH}
 
 
 def test_s3_six_of_the_eight_combinations_are_arms_and_the_others_have_a_reason(records):
@@ -52,3 +59,37 @@ def test_what_would_measure_nothing_is_told_before_a_model_is_opened(monkeypatch
     monkeypatch.setattr("cglab.lab.dsa_ablation_bench.open_for", None)
     with pytest.raises(InputError, match="two tokens or more"):
         next(dsa_ablation(CPU, quick=True, **options))
+
+
+def test_a_run_that_is_cut_within_a_point_goes_on_with_the_round_that_it_was_in(monkeypatch, tmp_path):
+    monkeypatch.setenv("CGLAB_DATA", str(tmp_path))
+    begun, lines = [], []
+
+    def noted(*given, first, **named):
+        begun.append(first)
+        return rounds(*given, first=first, **named)
+
+    def run(**options):
+        return dsa_ablation(
+            CPU, quick=True, tokens=(12,), new_tokens=3, memory=False, progress=lines.append, **options
+        )
+
+    monkeypatch.setattr(dsa_ablation_bench, "rounds", noted)
+    cut = list(islice(run(), len(ARMS) + 2))  # a round, and of the next one two arms were written
+    append(tmp_path / "results/dsa-ablation.jsonl", cut)
+    made = list(run())
+    assert begun == [0, 1] and "rounds 1 to 1 of 3" in "".join(lines)
+    points = {each.arm: each for each in made if each.bench == BENCH}
+    assert [each.bench for each in made] == [f"{BENCH}_turn"] * len(ARMS) + [BENCH] * len(ARMS)
+    for kept in cut[: len(ARMS)]:
+        found, turn = points[kept.arm], turn_of(kept)
+        assert (
+            found.metrics["instances"] == INSTANCES and cut[0].run in found.notes and found.run != cut[0].run
+        )
+        assert found.samples["ttft_ms"][: len(turn.outputs)] == list(turn.times["ttft"])
+        assert len(found.samples["ttft_ms"]) == INSTANCES * len(turn.outputs)
+        assert found.metrics.get("tokens_equal", True) and found.workload["payload"] == turn.payload
+    append(tmp_path / "results/dsa-ablation.jsonl", made)
+    assert list(run()) == [] and begun == [0, 1], "the point stands"
+    next(run(again=True))
+    assert begun == [0, 1, 0]
