@@ -94,7 +94,8 @@ def difference(one: Tensor, other: Tensor) -> float:
     """Largest absolute difference, infinite where one is NaN."""
     if torch.equal(one, other):
         return 0.0
-    wide = torch.promote_types(one.dtype, torch.float32)
+    # Single precision takes large integers that are apart for the same.
+    wide = torch.promote_types(one.dtype, torch.float32 if one.is_floating_point() else torch.float64)
     far = float((one.to(wide) - other.to(wide)).abs_().max())
     if math.isfinite(far):
         return far

@@ -45,8 +45,8 @@ def recorded_decode(recorded: Recorded) -> go.Figure:
 
 def recorded_prefill(recorded: Recorded) -> go.Figure:
     """Recorded prefill steps, one panel a model: step time by new and cached tokens and arm."""
-    steps = [each for each in recorded.records if "tokens" in each.workload]
-    steps.sort(key=lambda record: (record.workload.get("cached", 0), record.workload["tokens"]))
+    steps = [each for each in recorded.records if each.workload.get("tokens") is not None]
+    steps.sort(key=lambda record: (_cached(record), record.workload["tokens"]))
     bars = _bars(recorded, steps, "step_ms", _model, _tokens)
     if not bars:
         return empty("Prefill step on a GPU: not recorded yet", str(recorded))
@@ -61,7 +61,7 @@ def recorded_ttft(recorded: Recorded) -> go.Figure:
     points = sorted(
         recorded.records,
         key=lambda each: (
-            each.workload.get("cached", 0), each.workload["tokens"], each.workload["concurrency"], each.model or "",
+            _cached(each), each.workload["tokens"], each.workload["concurrency"], each.model or "",
         ),
     )  # fmt: skip
     bars = _bars(recorded, points, "ttft_ms", _prompt, lambda each: str(each.workload["concurrency"]))
@@ -168,10 +168,15 @@ def _model(record: Record) -> str:
     return Path(record.model or "").name
 
 
+def _cached(record: Record) -> int:
+    """Tokens that were there already; a record may leave them out or have null."""
+    return record.workload.get("cached") or 0
+
+
 def _tokens(record: Record) -> str:
-    cached = record.workload.get("cached", 0)
+    cached = _cached(record)
     return f"{record.workload['tokens']}" + (f" after {cached} cached" if cached else "")
 
 
 def _prompt(record: Record) -> str:
-    return prompt_panel(record.workload["tokens"], record.workload.get("cached", 0))
+    return prompt_panel(record.workload["tokens"], _cached(record))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cglab.errors import InputError
-from cglab.measure.drift import HEADROOM, Drift
+from cglab.measure.drift import HEADROOM, Drift, difference
 
 
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e3))
@@ -66,3 +66,8 @@ def test_nan_is_never_rounding():
             drift.allow("logits", torch.tensor([odd]), torch.tensor([odd]))
     with pytest.raises(InputError, match="finite"):
         drift.allow("logits", torch.ones(0), torch.ones(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integers_that_single_precision_cannot_tell_apart_are_apart(dtype):
+    assert difference(torch.tensor([2**24 + 1], dtype=dtype), torch.tensor([2**24], dtype=dtype)) == 1.0

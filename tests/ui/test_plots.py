@@ -290,6 +290,17 @@ def test_recorded_prefill_has_a_bar_for_each_time_and_none_for_an_arm_that_faile
     assert figure.data[2].customdata == ("bitwise",)
 
 
+@pytest.mark.parametrize("bench", ["prefill", "ttft"])
+def test_a_record_with_null_for_its_cached_tokens_is_drawn_as_one_without(make, bench):
+    """Sorted beside a number, null was a TypeError."""
+    one, other = (make.prefill_records() if bench == "prefill" else make.ttft_records())[:2]
+    null = replace(one, workload={**one.workload, "cached": None})
+    beside = replace(other, workload={**other.workload, "cached": 64})
+    without = replace(one, workload={name: told for name, told in one.workload.items() if name != "cached"})
+    drawn = [newest(bench, [each, beside]).plot().to_json() for each in (null, without)]
+    assert drawn[0] == drawn[1]
+
+
 def test_recorded_loads_with_drafts_are_bars_by_load_with_intervals_where_there_are_any(make):
     figure = newest("mtp", make.mtp_records()).plot()
     assert {trace.name: (list(trace.x), list(trace.y)) for trace in figure.data} == {
