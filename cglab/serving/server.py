@@ -195,7 +195,8 @@ def launch(
     installed = ask(find_python(arm.python))
     chosen = free_port() if port is None else check_port(port)
     what = command(arm, installed, chosen)
-    key = secrets.token_urlsafe(32) if takes_key(arm) else None
+    # In hex: in base 64 one of 64 begins with "-", which SGLang takes for an option.
+    key = secrets.token_hex(32) if takes_key(arm) else None
     environment = {**what.environment, **({} if key is None else {KEY: key})}
     with _next_log(Path(log_folder), arm.name) as log:
         process = GuardedProcess(what.argv, environment=environment, log=log)

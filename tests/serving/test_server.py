@@ -101,6 +101,12 @@ def test_sglangs_own_benchmark_is_handed_the_key_and_never_somebody_elses(launch
     assert unkeyed.latency.completed == 2
 
 
+def test_a_key_that_looks_like_an_option_is_never_made(launch, monkeypatch):
+    monkeypatch.setattr("secrets.token_bytes", lambda count: b"\xf8" * count)  # "-Pj4..." in base 64
+    server = launch()
+    assert server.get("/server_info").json()["api_key"] == server.key == "f8" * 32
+
+
 def test_where_sglang_refuses_a_key_the_server_has_none(launch):
     server = launch(arguments=("--tokenizer-worker-num=2",))
     assert server.key is None and asked_plainly(server, "/server_info") == 200
