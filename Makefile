@@ -58,8 +58,8 @@ soak: $(STAMP) ## the exhaustive and long tests, and guards taken away
 	$(call LIMIT,14400) $(BIN)/python -m pytest --timeout=7200 -m soak
 	$(call LIMIT,3600) $(BIN)/python scripts/mutation_check.py
 
-audit: $(AUDIT)/bin/pip-audit ## ask the network for known vulnerabilities of all that is pinned
-	$(call LIMIT,600) $(AUDIT)/bin/python scripts/audit.py
+audit: $(if $(ADVISORIES),$(STAMP),$(AUDIT)/bin/pip-audit) ## known vulnerabilities of all pins, by the network or ADVISORIES=checkout
+	$(call LIMIT,600) $(if $(ADVISORIES),$(BIN)/python scripts/audit.py --advisories $(ADVISORIES),$(AUDIT)/bin/python scripts/audit.py)
 
 # $(call NEW_VENV,FOLDER) makes an environment. A half-made one has no pip and is made anew.
 define NEW_VENV

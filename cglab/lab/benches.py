@@ -90,7 +90,8 @@ BENCHES: Mapping[str, Bench] = {
         peers,
     ),
     "first-token": Bench(
-        "one prompt of 128 to 8192 tokens to its first token, host to host, by peers in turns", first_token
+        "one prompt of 128 to 8192 tokens to its first token, host to host, by peers in turns, in several processes",
+        first_token,
     ),
     "accept": Bench(
         "tokens that a verify pass commits on held-out prompts, beside a look-up draft",

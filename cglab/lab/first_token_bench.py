@@ -7,6 +7,7 @@ two: every weight read once, and the operations of the matrix products at the ra
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ from torch import Tensor
 
 from cglab.engine.batches import PrefillBatch
 from cglab.engine.workload import PrefillStep, steady_prefill
-from cglab.errors import InputError
+from cglab.errors import CglabError, InputError
 from cglab.lab.facade import Lab
 from cglab.lab.floor import matmul_rate, read_bandwidth
 from cglab.lab.opening import open_lab
 from cglab.lab.peer import LocalPeer, Peer
+from cglab.lab.peer_groups import run_apart
 from cglab.lab.peer_turns import SGLANG, Judge, PeerTurns, Ready, unavailable
 from cglab.lab.peers_bench import chosen_arms, shared, start_sglang
+from cglab.lab.pooled import pooled, require_processes
 from cglab.lab.step_metrics import Progress, ledger_metrics, model_facts, silent
 from cglab.measure.record import Metric, Record, new_run
 from cglab.serving.token_worker import TokenWorker
@@ -35,6 +38,10 @@ MODES: Final = (OURS, "full", "eager")
 ARMS: Final = (*MODES, "transformers", SGLANG)
 TOKENS: Final = (128, 512, 2048, 8192)
 QUICK_TOKENS: Final = (16, 64)
+PROCESS: Final = ("-m", "cglab.lab.first_token_process")
+"""What Python runs for each of several processes, with the file of its job."""
+LIMIT: Final = 1200.0
+"""Seconds for one."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,7 @@ def first_token(
     models: Sequence[str] | None = None,
     arms: Sequence[str] = ARMS,
     tokens: Sequence[int] | None = None,
+    processes: int | None = None,
 ) -> Iterator[Record]:
     """The first token of a prompt by every peer in turns, beside the floor.
 
@@ -148,19 +156,57 @@ def first_token(
         models: names; by default ``qwen3-8b`` on a GPU and the shipped model on a CPU.
         arms: of ``ARMS``; ``breakable`` and the floor are always there.
         tokens: lengths of the prompt; 128 to 8192 on a GPU.
+        processes: in how many all of it is measured, one after the other, each an instance of S3's rule; by default 3
+            on a GPU. In a single one turns are the instances.
 
     Yields:
         A record for each arm of each length, those that could not run with the reason.
 
     Raises:
-        InputError: for an unknown arm.
+        CglabError: if no process measured anything.
+        InputError: for an unknown arm, or two processes, of which the rule says nothing.
     """
-    chosen = chosen_arms(OURS, arms, ARMS)
-    large = device.type == "cuda" and not quick
+    chosen, run = chosen_arms(OURS, arms, ARMS), new_run()
+    count = require_processes(
+        processes if processes is not None else 3 if device.type == "cuda" and not quick else 1
+    )
+    asked: dict[str, Any] = {"quick": quick, "models": models, "arms": chosen, "tokens": tokens, "run": run}
+    if count == 1:
+        yield from measured(device, progress=progress, **asked)
+        return
+    found: list[Sequence[Record]] = []
+    endings: list[str] = []
+    for number in range(count):
+        progress(f"process {number + 1} of {count}")
+        job = {**asked, "device": str(device), "command": sys.argv}
+        records, ending = run_apart(PROCESS, job, LIMIT)
+        found.append(records)
+        endings.append(ending)
+    if not any(found):
+        raise CglabError(f"no process measured anything; {endings[0]}")
+    yield from pooled(found, endings, OURS)
+
+
+def measured(
+    device: torch.device,
+    *,
+    quick: bool,
+    models: Sequence[str] | None,
+    arms: Sequence[str],
+    tokens: Sequence[int] | None,
+    run: str,
+    progress: Progress = silent,
+) -> Iterator[Record]:
+    """Measures in this process; arguments as those of ``first_token``, ``arms`` with our own first.
+
+    Args:
+        run: of the records.
+    """
+    chosen, large = arms, device.type == "cuda" and not quick
     lengths = sorted(tokens or (TOKENS if large else QUICK_TOKENS))
     calls, repeats, warmup = (3, 8, 2) if large else (1, 3, 1)
     bandwidth = read_bandwidth(device, 4.0 if device.type == "cuda" else 0.2)
-    turns = PeerTurns("first-token", device, new_run(), calls, repeats, warmup, progress)
+    turns = PeerTurns("first-token", device, run, calls, repeats, warmup, progress)
     for name in models or ("qwen3-8b" if large else "pico-gqa",):
         with ExitStack() as held:
             sglang: TokenWorker | Exception = InputError("SGLang was not asked for")

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import Signals
@@ -121,18 +121,32 @@ def measured_apart(job: PeerJob, progress: Progress) -> Iterator[Record]:
 
 def _measured(job: PeerJob) -> tuple[Sequence[Record], str]:
     """Records of a group, and how its process ended."""
+    return run_apart(PROCESS, asdict(job), job.limit)
+
+
+def run_apart(words: Sequence[str], values: Mapping[str, Any], limit: float) -> tuple[Sequence[Record], str]:
+    """Runs Python on a job in a process of its own.
+
+    Args:
+        words: of its command line, before the file of the job.
+        values: the job.
+        limit: seconds, after which the process is ended.
+
+    Returns:
+        The records that it left beside that file, and how it ended.
+    """
     with tempfile.TemporaryDirectory(prefix="cglab-peers-") as folder:
         path, said = Path(folder, "job.json"), Path(folder, "said")
-        path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        path.write_text(json.dumps(dict(values)), encoding="utf-8")
         with said.open("wb") as log:
-            process = GuardedProcess([sys.executable, *PROCESS, str(path)], environment=os.environ, log=log)
+            process = GuardedProcess([sys.executable, *words, str(path)], environment=os.environ, log=log)
             try:
-                code = process.exit_code(wait=job.limit)
+                code = process.exit_code(wait=limit)
             finally:
                 process.end()
         kept = path.with_suffix(".jsonl")
         records = read(kept).records if kept.exists() else ()
-        return records, _ending(code, job.limit, said.read_text(encoding="utf-8", errors="replace"))
+        return records, _ending(code, limit, said.read_text(encoding="utf-8", errors="replace"))
 
 
 def _ending(code: int | None, limit: float, said: str) -> str:

@@ -36,7 +36,7 @@ _COLUMNS = {
     "token": ("token_ms", "ratio_to_ours", "verdict", "over_floor", "replay_ms", "host_us", "ready_s", "held_gb",
               "error"),
     "first-token": ("token_ms", "ratio_to_ours", "verdict", "over_floor", "replay_ms", "host_us", "ready_s", "held_gb",
-                    "error"),
+                    "error", "processes"),
     "servers": ("ttft_ms_p50", "tpot_ms_p50", "e2e_ms_p50", "user_tok_s_p50", "total_tok_s_per_device",
                 "graph_share_prefill", "graph_share_decode", "graph_memory_gb", "capture_seconds",
                 "accept_length", "errors"),

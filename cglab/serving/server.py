@@ -4,12 +4,14 @@
         print(server.get("/server_info").json()["version"])
 
 It runs in a session of its own under a guardian process, so that it ends with the ``with`` block, at Ctrl-C, when the
-interpreter exits, and also when a notebook's kernel is killed.
+interpreter exits, and also when a notebook's kernel is killed. It has a key that is made for it and ends with it, so
+that nobody else on the machine can ask it.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from typing import IO, Any, Final, Self
 import httpx
 
 from cglab.errors import ClosedError, PortTakenError, ServerError
-from cglab.serving.arm import LOOPBACK, ServerArm, command
+from cglab.serving.arm import KEY, LOOPBACK, ServerArm, command, takes_key
 from cglab.serving.diagnosis import NEXT_STEP, Diagnosis, Fault, describe_exit, diagnose
 from cglab.serving.guarded import GuardedProcess
 from cglab.serving.installed import Installed, ask, find_python
@@ -41,6 +43,7 @@ class RunningServer:
         port: its port.
         pid: its process id.
         argv: its command line.
+        key: what a request must have as ``Authorization: Bearer``; None where SGLang refuses to have one.
         log: file with all that it said.
         started_s: seconds from its start to its first healthy answer; None before that.
     """
@@ -53,6 +56,7 @@ class RunningServer:
         process: GuardedProcess,
         log: Path,
         argv: Sequence[str],
+        key: str | None,
     ) -> None:
         self.arm = arm
         self.installed = installed
@@ -60,12 +64,14 @@ class RunningServer:
         self.url = f"http://{LOOPBACK}:{port}"
         self.log = log
         self.argv = tuple(argv)
+        self.key = key
         self.pid = process.pid
         self.started_s: float | None = None
         self._process = process
         self._closed = False
         # Whatever proxy the machine is told to use is not for loopback.
-        self._client = httpx.Client(base_url=self.url, trust_env=False)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._client = httpx.Client(base_url=self.url, headers=headers, trust_env=False)
 
     def alive(self) -> bool:
         """Whether its process runs."""
@@ -189,10 +195,12 @@ def launch(
     installed = ask(find_python(arm.python))
     chosen = free_port() if port is None else check_port(port)
     what = command(arm, installed, chosen)
+    key = secrets.token_urlsafe(32) if takes_key(arm) else None
+    environment = {**what.environment, **({} if key is None else {KEY: key})}
     with _next_log(Path(log_folder), arm.name) as log:
-        process = GuardedProcess(what.argv, environment=what.environment, log=log)
+        process = GuardedProcess(what.argv, environment=environment, log=log)
         path = Path(log.name)
-    server = RunningServer(arm, installed, chosen, process, path, what.argv)
+    server = RunningServer(arm, installed, chosen, process, path, what.argv, key)
     try:
         server.wait_until_healthy(deadline_s)
     except BaseException:  # Ctrl-C too

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cglab.engine.workload import steady_prefill
-from cglab.errors import InputError, NotInstalledError
+from cglab.errors import CglabError, InputError, NotInstalledError
 from cglab.lab import peers_bench
 from cglab.lab.first_token_bench import ARMS, PromptPoint, SglangPrompt, first_token
 from cglab.lab.opening import open_lab
@@ -43,6 +43,31 @@ def test_all_that_ran_choose_the_same_token_and_sglang_says_why_it_did_not(recor
 def test_an_unknown_arm_is_refused_with_the_good_ones():
     with pytest.raises(InputError, match="breakable, full, eager, transformers, sglang"):
         list(first_token(CPU, quick=True, arms=("piecewise",)))
+
+
+@pytest.mark.parametrize("count", [0, 2, -1])
+def test_a_number_of_processes_that_no_rule_judges_is_refused(count):
+    with pytest.raises(InputError, match="needs 3 or more"):
+        list(first_token(CPU, quick=True, processes=count))
+
+
+@pytest.mark.slow
+def test_several_processes_are_one_record_an_arm_with_each_process_an_instance(environment, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    made = list(first_token(CPU, quick=True, arms=("eager",), tokens=(8,), processes=3))
+    assert [record.arm for record in made] == ["breakable", "eager", "floor"]
+    assert len({record.run for record in made}) == 1
+    for record in made[:2]:
+        assert record.metrics["processes"] == 3 and len(record.samples["process_ms"]) == 3
+        assert record.parity["verdict"] == "bitwise" and "error" not in record.metrics
+    assert made[1].metrics["verdict"] in ("faster", "slower", "no difference")
+
+
+@pytest.mark.slow
+def test_processes_that_end_before_they_measure_are_an_error_with_what_they_said(environment, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    with pytest.raises(CglabError, match="no process measured anything; .*no model 'nobody'"):
+        list(first_token(CPU, quick=True, models=("nobody",), arms=("eager",), processes=3))
 
 
 def test_sglang_is_asked_for_the_labs_prompt_alone():

@@ -35,7 +35,7 @@ PAIRWISE = (
     Form("eager", "eager", "full", 1, False, True),
 )
 BLOCK = PAIRWISE[14]
-FEW = {"prompts": 6, "new_tokens": 14}
+FEW = {"prompts": 4, "new_tokens": 10}
 
 
 @pytest.mark.parametrize(("block", "count"), [(False, 48), (True, 16)])
@@ -50,7 +50,7 @@ def test_every_pair_of_settings_is_among_the_few(block, count):
 
 def test_b44_b47_b71_p41_p43_drafting_gives_the_tokens_of_plain_decoding_and_captures_are_bitwise():
     for form, found, accepted in check_speculation(CPU, forms=PAIRWISE, **FEW):
-        assert found.ok and found.compared_tokens == 6 * 14, str(found)
+        assert found.ok and found.compared_tokens == 4 * 10, str(found)
         assert form.block or accepted.tokens_per_pass > 1.5, form
         if form[:3] == ("graph", "full", "full"):
             assert found.captured == found.steps > 0

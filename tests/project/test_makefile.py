@@ -74,6 +74,12 @@ def test_audit_asks_about_every_pin_from_an_environment_of_its_own_and_is_no_par
     assert plan[-1].endswith(f"{tmp_path}/audit/bin/python scripts/audit.py")
     assert f"{tmp_path}/audit/bin/python -m pip install 'pip-audit" in plan[-2]
     assert "pip-audit" not in make(root, "--dry-run", "test").stdout
+    (offline,) = (
+        make(root, "--dry-run", "audit", f"ADVISORIES={tmp_path}", "--old-file", ".venv/.installed")
+        .stdout.strip()
+        .splitlines()[-1:]
+    )
+    assert offline.endswith(f".venv/bin/python scripts/audit.py --advisories {tmp_path}")
 
 
 def test_make_test_checks_then_runs_every_test_once(root):
