@@ -179,7 +179,7 @@ def model_path(model: str) -> str:
     """
     shipped = shipped_models()
     folder = shipped.get(model) or user_path(model)
-    if folder.is_dir():
+    if model and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(
                 f"{folder} has no config.json: a Hugging Face model folder is expected; check the path"

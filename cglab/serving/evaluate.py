@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
-from cglab.errors import InputError, ServerError
+from cglab.errors import InputError, ServerError, no_such
 from cglab.serving.arm import ServerArm, plain_environment
 from cglab.serving.compare import Launch
 from cglab.serving.endpoint import Endpoint, with_key
@@ -118,7 +118,7 @@ def evaluate(
         ServerError: if a server or the harness fails.
     """
     if task not in TASKS:
-        raise InputError(f"no task {task!r}; there are {', '.join(TASKS)}")
+        raise InputError(no_such("task", task, TASKS))
     if instances < FEWEST_INSTANCES:
         raise InputError(f"instances={instances}; a score needs {FEWEST_INSTANCES} servers to tell its range")
     installed = ask(find_python(arm.python))

@@ -152,3 +152,5 @@ def test_a_model_is_a_folder_or_a_hub_id(tmp_path, root, monkeypatch, installed)
     assert model_path("mine") == str(tmp_path / "mine")
     with pytest.raises(ModelError, match=r"no model '/no/such': .*pico-gqa"):
         model_path("/no/such")
+    with pytest.raises(ModelError, match="no model ''"):
+        model_path("")

@@ -82,7 +82,7 @@ def test_what_cannot_be_scored_is_refused(score, questions, monkeypatch, fake_py
     ):
         with pytest.raises(InputError, match=told):
             score(data, **settings)
-    with pytest.raises(InputError, match="no task 'mmlu'; there are gsm8k"):
+    with pytest.raises(InputError, match="'mmlu' is no task; good names: gsm8k"):
         evaluate(ServerArm("a", "pico-gqa"), "mmlu", 4, 1, data=data, folder=tmp_path)
     (tmp_path / "odd.jsonl").write_text("[1]\n")
     with pytest.raises(InputError, match="cannot be read|has 1 lines"):
