@@ -21,7 +21,8 @@ DEVICES: Final = ("cuda", "cpu")
 LOOPBACK: Final = "127.0.0.1"
 SECRETS: Final = ("--api-key", "--admin-api-key")
 """Arguments that no arm may have: its command line and its records would tell them. Each server gets a key of its own,
-which others on this machine do not have; SGLang asks for it everywhere but at ``/health`` and ``/metrics``."""
+which others on this machine do not have. SGLang asks for it everywhere but where a path begins with ``/health``,
+``/metrics`` or, in 0.5.23, ``/ready``: anyone here may ask ``/health_generate``, which generates a token."""
 KEY: Final = "CGLAB_SERVER_KEY"
 """The variable in which ``scripts/start_server.py`` is handed the key."""
 KEYLESS: Final = ("--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--tokenizer-worker-num")
