@@ -167,8 +167,12 @@ def command(
 
 
 def takes_key(arm: ServerArm) -> bool:
-    """Whether SGLang lets a server of these arguments have a key."""
-    return not {word.partition("=")[0] for word in arm.arguments} & set(KEYLESS)
+    """Whether SGLang lets a server of these arguments have a key; one tokenizer process is no several."""
+    for place, word in enumerate(arm.arguments):
+        flag, assigned, value = word.partition("=")
+        if flag in KEYLESS and (value if assigned else "".join(arm.arguments[place + 1 : place + 2])) != "1":
+            return False
+    return True
 
 
 def model_path(model: str) -> str:

@@ -19,6 +19,7 @@ IN_CI = 10_000
 
 
 @pytest.mark.slow
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("name", sorted(TECHNIQUES))
 def test_p11_p12_p13_p14_p15_b26_b28_ten_thousand_random_steps_are_padded_eager_to_the_bit(name):
     found = compared(name, IN_CI // len(TECHNIQUES), CPU)

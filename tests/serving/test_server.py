@@ -87,9 +87,34 @@ def test_nobody_without_its_key_is_answered_and_nothing_tells_the_key(launch, pi
     told = server.get("/server_info").json()["env"]
     assert server.key not in str(told) and not [name for name in told if "KEY" in name]
     facts = scrape(server)
-    assert facts.arguments["port"] == server.port and facts.arguments["api_key"] == "***"
+    assert facts.arguments["port"] == server.port and facts.arguments["nested"][0]["api_key"] == "***"
+    assert not {"api_key", "admin_api_key"} & facts.arguments.keys(), (
+        "arms that differ in nothing else are equal"
+    )
     assert server.key not in str(facts) and server.key not in repr(server)
     assert launch().key != server.key
+
+
+def test_a_key_that_a_log_tells_is_not_quoted_and_the_log_is_its_owners_alone(launch):
+    server = launch("tells the key")
+    assert server.key in server.log.read_text()
+    assert [path.stat().st_mode & 0o777 for path in (server.log, server.log.parent)] == [0o600, 0o700]
+    (told,) = scrape(server).disabled
+    assert "api_key='***'" in told and server.key not in told
+    with pytest.raises(ServerError) as caught:
+        server.post("/generate", {"text": "die"})
+    assert "api_key='***'" in str(caught.value.log_lines)
+    assert server.key not in f"{caught.value}{caught.value.log_lines}{server.log_tail(400)}"
+
+
+def test_a_server_that_wants_another_key_says_so(launch):
+    server = launch()
+    server._client.headers["Authorization"] = "Bearer another"
+    with pytest.raises(
+        ServerError, match=r"refused GET /server_info with status 401: it wants another key"
+    ) as caught:
+        server.get("/server_info")
+    assert caught.value.fault == "refused"
 
 
 def test_sglangs_own_benchmark_is_handed_the_key_and_never_somebody_elses(launch, tmp_path, monkeypatch):
