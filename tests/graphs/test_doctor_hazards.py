@@ -638,6 +638,10 @@ CLEAN = {
         def step(x):
             return net(x.view(1,1,2,2))
         """,
+    "classes that are spread over a known number": """
+        def step(x):
+            return F.one_hot(x.long(), 8).to(x.dtype) @ F.one_hot(input=x.long(), num_classes=8).to(x.dtype).mT
+        """,
 }
 
 
@@ -667,6 +671,22 @@ def test_there_are_thirty_hazards_and_ten_clean_functions_and_every_silent_kind_
     }
     assert len(HAZARDS) >= 30 and len(CLEAN) >= 10
     assert set(ADVICE) <= planted_kinds <= set(EFFECTS)
+
+
+def test_classes_beyond_the_known_number_fail_in_the_doctor_as_they_would_without_it():
+    with pytest.raises(RuntimeError):
+        cglab.doctor(lambda x: torch.nn.functional.one_hot(x, 2), torch.tensor([0, 2]))
+
+
+def test_a_read_in_a_helper_is_found_at_the_line_of_the_helpers_file(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    helper = tmp_path / "planted_helper.py"
+    helper.write_text("def largest(x):\n    return float(x.detach().numpy().max())\n")
+    scope, _, _ = planted(
+        tmp_path, "import planted_helper\ndef step(x):\n    return x * planted_helper.largest(x)\n"
+    )
+    (found,) = cglab.doctor(scope["step"], torch.ones(2, 2)).findings
+    assert (found.kind, found.place.file, found.place.line) == ("HostReadError", str(helper), 2)
 
 
 def test_a_report_is_json_with_the_users_line(tmp_path):
