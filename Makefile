@@ -64,7 +64,7 @@ soak: $(STAMP) ## the exhaustive and long tests, and guards taken away
 	$(call LIMIT,3600) $(BIN)/python scripts/mutation_check.py
 
 audit: $(if $(ADVISORIES),$(STAMP),$(AUDIT)/bin/pip-audit) ## known vulnerabilities of all pins, by the network or ADVISORIES=checkout
-	$(call LIMIT,600) $(if $(ADVISORIES),$(BIN)/python scripts/audit.py --advisories $(ADVISORIES),$(AUDIT)/bin/python scripts/audit.py)
+	$(call LIMIT,600) $(if $(ADVISORIES),$(BIN)/python scripts/audit.py --advisories "$(ADVISORIES)",$(AUDIT)/bin/python scripts/audit.py)
 
 # $(call NEW_VENV,FOLDER) makes an environment. A half-made one has no pip and is made anew.
 define NEW_VENV

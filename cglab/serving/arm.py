@@ -130,6 +130,10 @@ def command(
             f"{secret[0]} of arm {arm.name} would stand in its command line and its records; leave it out: the server "
             f"listens on {LOOPBACK} alone, with a key of its own"
         )
+    if any(word.partition("=")[0] == "--config" for word in arm.arguments):
+        raise InputError(
+            f"--config of arm {arm.name} names a file whose arguments no check and no record would see; give them as words"
+        )
     toggled = settings(arm.toggles, installed)
     given = tuple(_check(arm.arguments, installed))
     if clash := sorted(set(given) & {*OURS, *toggled.arguments[::2]}):

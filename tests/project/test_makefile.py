@@ -90,7 +90,7 @@ def test_audit_asks_about_every_pin_from_an_environment_of_its_own_and_is_no_par
         .stdout.strip()
         .splitlines()[-1:]
     )
-    assert offline.endswith(f".venv/bin/python scripts/audit.py --advisories {tmp_path}")
+    assert offline.endswith(f'.venv/bin/python scripts/audit.py --advisories "{tmp_path}"')
 
 
 def test_make_test_checks_then_runs_every_test_once(root):

@@ -94,6 +94,11 @@ def test_what_a_cluster_needs_is_passed_through(installed):
             {"arguments": ("--admin-api-key=x",)},
             "leave it out: the server listens on 127.0.0.1 alone, with a key",
         ),
+        (
+            {"arguments": ("--config", "x.yaml")},
+            "--config of arm a names a file whose arguments no check and no",
+        ),
+        ({"arguments": ("--config=x.yaml",)}, "give them as words"),
         ({"arguments": ("--model", "x")}, "--model of arm a is given by the lab itself"),
         (
             {"arguments": ("--cuda-graph-backend-decode", "full"), "toggles": {"decode": "eager"}},
