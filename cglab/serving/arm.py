@@ -132,7 +132,8 @@ def command(
         )
     if any(word.partition("=")[0] == "--config" for word in arm.arguments):
         raise InputError(
-            f"--config of arm {arm.name} names a file whose arguments no check and no record would see; give them as words"
+            f"--config of arm {arm.name} names a file whose arguments no check and no record would see; give them as "
+            "words"
         )
     toggled = settings(arm.toggles, installed)
     given = tuple(_check(arm.arguments, installed))
