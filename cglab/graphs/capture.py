@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from cglab.errors import BucketError, SlotError, ToggleError
+from cglab.errors import BucketError, SlotError, ToggleError, no_such
 from cglab.graphs.address import AddressContract, Getter, InputWatch, closed_over
 from cglab.graphs.backends import check_backend
 from cglab.graphs.breaks import Aside, staged
@@ -258,7 +258,7 @@ def capture(
     known = [field.name for field in fields(Options) if field.name != "backend"]
     unknown = [name for name in options if name not in known]
     if unknown:
-        raise ToggleError(f"{unknown[0]!r} is no option of a capture; good names: {', '.join(known)}")
+        raise ToggleError(no_such("option of a capture", unknown[0], known))
     if not isinstance(buckets, Iterable):
         raise BucketError(f"buckets is {buckets!r}; give the sizes to capture, such as (1, 2, 4)")
     sizes = checked_sizes(buckets)

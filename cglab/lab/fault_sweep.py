@@ -186,6 +186,8 @@ class _Sweep:
         got = self.outcome(lambda: runner.run(self.step.live, **self.step.inputs))
         if set(runner.captured.counts.reasons) != reasons:
             self.failed.append(f"{told}: eager for {runner.captured.counts.reasons}, not for {reasons}")
+        if not reasons and not runner.captured.counts.captured:
+            self.failed.append(f"{told}: nothing was replayed")
         if odd := [name for name in wanted if not same_bits(got[name], wanted[name])]:
             self.failed.append(f"{told}: {', '.join(odd)} differ")
 

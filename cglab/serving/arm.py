@@ -20,8 +20,13 @@ from cglab.settings import user_path
 DEVICES: Final = ("cuda", "cpu")
 LOOPBACK: Final = "127.0.0.1"
 SECRETS: Final = ("--api-key", "--admin-api-key")
-"""Arguments that no arm may have. SGLang takes a key as an argument alone, and hands it on: to its log, to
-``/server_info``, and so to records, while ``/metrics`` and ``/health`` stay open. A server is protected by loopback."""
+"""Arguments that no arm may have: its command line and its records would tell them. Each server gets a key of its own,
+which others on this machine do not have; SGLang asks for it everywhere but at ``/health`` and ``/metrics``."""
+KEY: Final = "CGLAB_SERVER_KEY"
+"""The variable in which ``scripts/start_server.py`` is handed the key."""
+KEYLESS: Final = ("--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--tokenizer-worker-num")
+"""Arguments beside which SGLang refuses a key: loopback alone protects a server that has one of them."""
+START: Final = Path(__file__).parent / "scripts" / "start_server.py"
 SHIM: Final = Path(__file__).parent / "shim"
 OURS: Final = ("--host", "--port", "--model-path", "--model", "--device")
 """Arguments that the lab gives itself."""
@@ -121,8 +126,8 @@ def command(
     """
     if secret := sorted({word.partition("=")[0] for word in arm.arguments} & set(SECRETS)):
         raise InputError(
-            f"{secret[0]} of arm {arm.name} would stand in its log and its records; leave it out: the server listens "
-            f"on {LOOPBACK} alone"
+            f"{secret[0]} of arm {arm.name} would stand in its command line and its records; leave it out: the server "
+            f"listens on {LOOPBACK} alone, with a key of its own"
         )
     toggled = settings(arm.toggles, installed)
     given = tuple(_check(arm.arguments, installed))
@@ -135,7 +140,7 @@ def command(
     for name in arm.environment:
         installed.check_variable(name)
     model = model_path(arm.model)
-    argv = [str(installed.python), "-m", "sglang.launch_server", "--model-path", model]
+    argv = [str(installed.python), str(START), "--model-path", model]
     argv += [
         "--host",
         LOOPBACK,
@@ -161,6 +166,15 @@ def command(
     return Command(tuple(argv), environment)
 
 
+def takes_key(arm: ServerArm) -> bool:
+    """Whether SGLang lets a server of these arguments have a key; one tokenizer process is no several."""
+    for place, word in enumerate(arm.arguments):
+        flag, assigned, value = word.partition("=")
+        if flag in KEYLESS and (value if assigned else "".join(arm.arguments[place + 1 : place + 2])) != "1":
+            return False
+    return True
+
+
 def model_path(model: str) -> str:
     """What SGLang is given for a model: an absolute folder, or a hub id as it is.
 
@@ -169,7 +183,7 @@ def model_path(model: str) -> str:
     """
     shipped = shipped_models()
     folder = shipped.get(model) or user_path(model)
-    if folder.is_dir():
+    if model and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(
                 f"{folder} has no config.json: a Hugging Face model folder is expected; check the path"

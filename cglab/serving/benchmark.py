@@ -22,7 +22,7 @@ from cglab.engine.timing import RequestTiming
 from cglab.errors import InputError, ResultsError, ServerError
 from cglab.measure.latency import Latency, latency
 from cglab.serving.arm import plain_environment
-from cglab.serving.endpoint import Endpoint
+from cglab.serving.endpoint import Endpoint, with_key
 from cglab.serving.workload import Workload, write_data_file
 
 SCRIPT = Path(__file__).with_name("scripts") / "serving_benchmark.py"
@@ -107,7 +107,7 @@ def run_benchmark(
         process = subprocess.Popen(
             [str(server.installed.python), str(SCRIPT), str(plan.resolve())],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
-            env=plain_environment(os.environ),
+            env=with_key(server, plain_environment(os.environ)),
         )  # fmt: skip
         try:
             ends = time.monotonic() + deadline

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from cglab.errors import ServerError
+
+KEYS: Final = ("OPENAI_API_KEY", "API_KEY")
+"""Variables that SGLang's clients send as a key; the first as ``Bearer``."""
 
 
 class Answer(Protocol):
@@ -41,6 +45,11 @@ class Endpoint(Protocol):
         ...
 
     @property
+    def key(self) -> str | None:
+        """What it must be asked with; None for a server without a key."""
+        ...
+
+    @property
     def installed(self) -> Install:
         """The SGLang that it runs."""
         ...
@@ -68,7 +77,7 @@ class Endpoint(Protocol):
 
 
 def read_json(server: Endpoint, path: str, answer: Answer) -> dict[str, Any]:
-    """The object that a server answered with.
+    """The object that a server answered with; its key, which SGLang tells in several places, is blanked.
 
     Args:
         server: that answered.
@@ -78,15 +87,25 @@ def read_json(server: Endpoint, path: str, answer: Answer) -> dict[str, Any]:
     Raises:
         ServerError: if it is no JSON object.
     """
+    text = without_key(server.key, answer.text)
     try:
-        value = json.loads(answer.text)
+        value = json.loads(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise odd(
-            server, f"{path} was answered with something else than a JSON object: {answer.text[:200]!r}"
-        )
+        raise odd(server, f"{path} was answered with something else than a JSON object: {text[:200]!r}")
     return value
+
+
+def without_key(key: str | None, text: str) -> str:
+    """What a server said, fit to be quoted or kept: its key is blanked, if it has one."""
+    return text if key is None else text.replace(key, "***")
+
+
+def with_key(server: Endpoint, variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a process that asks a server: its key, where SGLang's clients look for one, and nobody else's."""
+    others = {name: value for name, value in variables.items() if name not in KEYS}
+    return others if server.key is None else {**others, KEYS[0]: server.key}
 
 
 def odd(server: Endpoint, fact: str) -> ServerError:

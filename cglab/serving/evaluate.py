@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
-from cglab.errors import InputError, ServerError
+from cglab.errors import InputError, ServerError, no_such
 from cglab.serving.arm import ServerArm, plain_environment
 from cglab.serving.compare import Launch
-from cglab.serving.endpoint import Endpoint
+from cglab.serving.endpoint import Endpoint, with_key
 from cglab.serving.installed import ask, find_python
 from cglab.serving.scrape import scrape
 from cglab.serving.server import launch
@@ -118,7 +118,7 @@ def evaluate(
         ServerError: if a server or the harness fails.
     """
     if task not in TASKS:
-        raise InputError(f"no task {task!r}; there are {', '.join(TASKS)}")
+        raise InputError(no_such("task", task, TASKS))
     if instances < FEWEST_INSTANCES:
         raise InputError(f"instances={instances}; a score needs {FEWEST_INSTANCES} servers to tell its range")
     installed = ask(find_python(arm.python))
@@ -173,7 +173,7 @@ def _run(
     try:
         answer = subprocess.run(
             [*words, *map(str, asked)], cwd=folder, capture_output=True, text=True, timeout=deadline, check=False,
-            stdin=subprocess.DEVNULL, env=plain_environment(os.environ),
+            stdin=subprocess.DEVNULL, env=with_key(server, plain_environment(os.environ)),
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise ServerError(

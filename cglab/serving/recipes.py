@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cglab.errors import InputError
+from cglab.errors import InputError, no_such
 from cglab.models.presets import PRESETS
 from cglab.serving.arm import ServerArm, vocabulary_of
 from cglab.serving.random_weights import RANDOM_WEIGHTS, write_folder
@@ -229,7 +229,7 @@ class Recipe:
             InputError: if it has none of that name.
         """
         if name not in self.variants:
-            raise InputError(f"recipe {self.name} has no variant {name!r}; it has {', '.join(self.variants)}")
+            raise InputError(no_such(f"variant of recipe {self.name}", name, self.variants))
         return self.variants[name]
 
 
@@ -256,7 +256,7 @@ def find_recipe(name: str, folder: str | Path | None = None) -> Recipe:
     for recipe in recipes.values():
         if name.lower() in (recipe.name.lower(), recipe.source.lower()):
             return recipe
-    raise InputError(f"no recipe {name!r}; there are {', '.join(recipes)}")
+    raise InputError(no_such("recipe", name, recipes))
 
 
 def _read(file: Path) -> Recipe:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cglab.errors import ToggleError
+from cglab.errors import ToggleError, no_such
 from cglab.serving.installed import Installed
 
 TECHNIQUES: Final[Mapping[str, str]] = {
@@ -115,7 +115,7 @@ def switch(toggle: str, installed: Installed) -> Switch | Missing:
         ToggleError: for an unknown toggle.
     """
     if toggle not in TECHNIQUES:
-        raise ToggleError(f"{toggle!r} is no toggle; good names: {', '.join(TECHNIQUES)}")
+        raise ToggleError(no_such("toggle", toggle, TECHNIQUES))
     found = KNOWN[_nearest(installed.version)][toggle]
     if isinstance(found, Missing):
         return found

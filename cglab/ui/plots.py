@@ -24,6 +24,8 @@ from cglab.ui.peers import recorded_token
 from cglab.ui.pipeline import pipeline_sweep, recorded_pipeline
 from cglab.ui.recorded import (
     recorded_decode,
+    recorded_dflash,
+    recorded_mtp,
     recorded_planner,
     recorded_prefill,
     recorded_ttft,
@@ -57,9 +59,11 @@ __all__ = [
     "pipeline_sweep",
     "recorded_capture",
     "recorded_decode",
+    "recorded_dflash",
     "recorded_graph",
     "recorded_growth",
     "recorded_host",
+    "recorded_mtp",
     "recorded_pipeline",
     "recorded_planner",
     "recorded_prefill",

@@ -74,6 +74,33 @@ def recorded_ttft(recorded: Recorded) -> go.Figure:
     )  # fmt: skip
 
 
+def recorded_mtp(recorded: Recorded) -> go.Figure:
+    """Recorded loads with an assistant, one panel a model: time per output token by load and seed step."""
+    bars = _bars(
+        recorded, recorded.records, "tpot_ms", _model,
+        lambda each: f"{each.workload.get('dataset', 'load')}, {each.workload['concurrency']} in flight",
+    )  # fmt: skip
+    if not bars:
+        return empty("Loads with a draft on a GPU: not recorded yet", str(recorded))
+    return grouped_bars(
+        f"Time per output token by seed step on {recorded.device}", recorded.note, bars,
+        groups="load", heights="time per output token (ms)",
+    )  # fmt: skip
+
+
+def recorded_dflash(recorded: Recorded) -> go.Figure:
+    """Recorded loads with a block draft, one panel a model: forward occupancy by concurrency and sampler."""
+    bars = _bars(
+        recorded, recorded.records, "occupancy_percent", _model, lambda each: str(each.workload["concurrency"])
+    )  # fmt: skip
+    if not bars:
+        return empty("Forward occupancy with a block draft on a GPU: not recorded yet", str(recorded))
+    return grouped_bars(
+        f"Forward occupancy by sampler on {recorded.device}", recorded.note, bars,
+        groups="in flight (requests)", heights="forward occupancy (%)", unit="%",
+    )  # fmt: skip
+
+
 def recorded_planner(recorded: Recorded) -> go.Figure:
     """Time of each recorded load's steps on the planned buckets and on SGLang's list, one panel a phase."""
     bars = _bars(

@@ -24,6 +24,8 @@ COLOURS = {
     "fused": "#882255",
     "auto": "#56B4E9",
     "breaks": "#D55E00",
+    "eager-untimed": GREY,
+    "eager-timed": "#D55E00",
     "floor": INK,
     "plan": "#0072B2",
     "sglang": GREY,

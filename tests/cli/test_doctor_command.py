@@ -93,11 +93,11 @@ def test_example_inputs_are_not_forced_on_a_function_without_arguments(ask, file
         ),
         ("def example_inputs():\n    return torch.ones(3)", "reads", ["gives a Tensor", "a tuple", "a dict"]),
         ("def example_inputs():\n    return {'y': 1}", "reads", ["cannot be called", "must fit it"]),
-        ("", "raeds", ["no function 'raeds'", "careful, fails, reads"]),
+        ("", "raeds", ["'raeds' is no function of", "careful, fails, reads"]),
         (TUPLE, "fails", ["fails itself fails", "RuntimeError", ", line "]),
         ("import no_such_package", "careful", ["cannot be loaded", "ModuleNotFoundError", ", line 5"]),
         ("def broken(:", "careful", ["cannot be loaded", "SyntaxError", "line 5"]),
-        ("TEXT = 'x'", "TEXT", ["no function 'TEXT'"]),
+        ("TEXT = 'x'", "TEXT", ["'TEXT' is no function of"]),
         ("builtin = torch.nonzero", "builtin", ["not written in Python", "a function of yours"]),
         ("example_inputs = (torch.ones(3),)", "reads", ["is a tuple", "make it a function"]),
         (

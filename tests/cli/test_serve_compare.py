@@ -64,9 +64,9 @@ def test_another_model_may_be_named(ask, compared, tmp_path):
 
 def test_bad_input_is_one_message(ask, monkeypatch, tmp_path):
     status, _, err = ask("serve-compare", "s9", "--out", tmp_path)
-    assert status == 2 and "there are s0-seed-step" in err
+    assert status == 2 and "good names: s0-seed-step" in err
     status, _, err = ask("serve-compare", "s1", "--variant", "published", "--out", tmp_path)
-    assert status == 2 and "it has gpu, cpu" in err
+    assert status == 2 and "good names: gpu, cpu" in err
     monkeypatch.setenv("CGLAB_SGLANG_PYTHON", str(tmp_path / "none"))
     status, _, err = ask("serve-compare", "s1", "--out", tmp_path)
     assert status == 2 and "make test-sglang" in err and err.count("Traceback") == 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cglab.errors import InputError
+from cglab.graphs.coverage import Coverage
 from cglab.graphs.recordings import Recordings
 from cglab.graphs.writes import WriteJournal
 from cglab.lab import fault_sweep
@@ -95,6 +96,12 @@ def test_a_step_that_is_wrong_after_a_fault_is_told(monkeypatch):
     monkeypatch.setattr(DecodeRunner, "run", wrong)
     found = sweep_faults("decode", CPU, sample=2)["full", True]
     assert any("the eager step after it: output 1 differ" in line for line in found.failed)
+
+
+def test_a_step_that_neither_replays_nor_says_why_is_told(monkeypatch):
+    monkeypatch.setattr(Coverage, "hit", lambda *_: None)
+    found = sweep_faults("decode", CPU, sample=2)["full", True]
+    assert any("the replay after it: nothing was replayed" in line for line in found.failed)
 
 
 def test_a_record_of_faults_says_what_was_tried():

@@ -28,6 +28,7 @@ class StandIn:
         self.posted = []
         self.installed = SimpleNamespace(python=Path(python), version=version)
         self.url, self.log, self.living = "http://127.0.0.1:1", log or Path(os.devnull), True
+        self.key = None
 
     def alive(self):
         return self.living

@@ -3,7 +3,7 @@
 import pytest
 
 from cglab.errors import InputError, ModelError, ToggleError
-from cglab.serving.arm import SHIM, ServerArm, command, model_path
+from cglab.serving.arm import SHIM, START, ServerArm, command, model_path, takes_key
 
 
 def flags(argv):
@@ -24,7 +24,7 @@ def test_the_command_is_the_arms_and_nothing_else(root, installed):
         "PYTHONHASHSEED": "1", "TRITON_INTERPRET": "1",
     }  # fmt: skip
     found = command(arm, installed, 1234, inherited)
-    assert found.argv[:3] == (str(installed.python), "-m", "sglang.launch_server")
+    assert found.argv[:3] == (str(installed.python), str(START), "--model-path")
     assert flags(found.argv) == {
         "--model-path": str(root / "data" / "models" / "pico-gqa"), "--host": "127.0.0.1", "--port": "1234",
         "--enable-metrics": None, "--cuda-graph-backend-decode": "full", "--tp-size": "2",
@@ -89,8 +89,11 @@ def test_what_a_cluster_needs_is_passed_through(installed):
         ({"arguments": ("--dtype",)}, "cannot be None"),
         ({"arguments": ("--nnodes", "1", "--nnodes=2")}, "given twice"),
         ({"arguments": ("--port", "1")}, "--port of arm a is given by the lab itself"),
-        ({"arguments": ("--api-key", "x")}, "--api-key of arm a would stand in its log and its records"),
-        ({"arguments": ("--admin-api-key=x",)}, "leave it out: the server listens on 127.0.0.1 alone"),
+        ({"arguments": ("--api-key", "x")}, "--api-key of arm a would stand in its command line and its"),
+        (
+            {"arguments": ("--admin-api-key=x",)},
+            "leave it out: the server listens on 127.0.0.1 alone, with a key",
+        ),
         ({"arguments": ("--model", "x")}, "--model of arm a is given by the lab itself"),
         (
             {"arguments": ("--cuda-graph-backend-decode", "full"), "toggles": {"decode": "eager"}},
@@ -149,3 +152,17 @@ def test_a_model_is_a_folder_or_a_hub_id(tmp_path, root, monkeypatch, installed)
     assert model_path("mine") == str(tmp_path / "mine")
     with pytest.raises(ModelError, match=r"no model '/no/such': .*pico-gqa"):
         model_path("/no/such")
+    with pytest.raises(ModelError, match="no model ''"):
+        model_path("")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "taken"),
+    [
+        ((), True), (("--tokenizer-worker-num", "1"), True), (("--tokenizer-worker-num=1",), True),
+        (("--tokenizer-worker-num", "2"), False), (("--tokenizer-worker-num=2", "--tp-size", "1"), False),
+        (("--grpc-port", "4000"), False), (("--smg-grpc-mode",), False), (("--nnodes", "2"), True),
+    ],
+)  # fmt: skip
+def test_a_server_has_a_key_unless_sglang_refuses_one(arguments, taken):
+    assert takes_key(ServerArm("a", "pico-gqa", arguments=arguments)) is taken

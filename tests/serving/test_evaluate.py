@@ -27,14 +27,16 @@ def questions(tmp_path):
 
 @pytest.fixture
 def score(fake_python, tmp_path):
-    def run(data, count=6, shots=2, *, started=None, **settings):
+    def run(data, count=6, shots=2, *, started=None, key=None, **settings):
         @contextmanager
         def start(arm, **_):
             if started is not None:
                 started.append(arm.name)
             info = {"version": "0.5.23", "internal_states": [{"avg_spec_accept_length": 3.0}]}
             answers = {"/server_info": {**info, "speculative_algorithm": "EAGLE"}, "/metrics": ""}
-            yield StandIn(answers, python=fake_python)
+            server = StandIn(answers, python=fake_python)
+            server.key = key
+            yield server
 
         arm = ServerArm("arm", "pico-gqa", python=fake_python)
         return evaluate(
@@ -57,6 +59,12 @@ def test_both_orders_on_two_servers_with_the_same_examples(score, questions, tmp
     assert found.as_dict()["score"] == 0.5
 
 
+@pytest.mark.parametrize("key", ["of this server", None])
+def test_the_harness_asks_with_the_servers_key(score, questions, tmp_path, key):
+    score(questions(range(10)), key=key)
+    assert (tmp_path / "out" / "key").read_text() == str(key)
+
+
 def test_what_lies_within_the_range_is_no_difference():
     one = Score("one", "gsm8k", 100, (0.94, 0.95, 0.943, 0.946), 0.0, None)
     other = replace(one, arm="other", runs=(0.94, 0.936, 0.945, 0.939))
@@ -74,7 +82,7 @@ def test_what_cannot_be_scored_is_refused(score, questions, monkeypatch, fake_py
     ):
         with pytest.raises(InputError, match=told):
             score(data, **settings)
-    with pytest.raises(InputError, match="no task 'mmlu'; there are gsm8k"):
+    with pytest.raises(InputError, match="'mmlu' is no task; good names: gsm8k"):
         evaluate(ServerArm("a", "pico-gqa"), "mmlu", 4, 1, data=data, folder=tmp_path)
     (tmp_path / "odd.jsonl").write_text("[1]\n")
     with pytest.raises(InputError, match="cannot be read|has 1 lines"):

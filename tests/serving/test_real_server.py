@@ -1,5 +1,6 @@
 """A real SGLang server on the CPU, and what its version says of itself; started once for all of this file."""
 
+import httpx
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from cglab.serving import arm as arms
 from cglab.serving import toggles
 from cglab.serving.arm import ServerArm
 from cglab.serving.installed import ask, find_python
+from cglab.serving.scrape import scrape
 from cglab.serving.server import launch
 from cglab.serving.toggles import KNOWN, Missing, rows, switch
 from tests.serving.processes import wait_for
@@ -59,6 +61,13 @@ def test_an_unknown_flag_is_said_before_the_real_one_starts(version, tmp_path):
 
 def test_a_real_server_is_the_installed_version_on_loopback_with_what_the_arm_says(real_server, version):
     facts = real_server.get("/server_info").json()
+    asked = {
+        path: httpx.get(real_server.url + path, trust_env=False).status_code
+        for path in ("/server_info", "/generate", "/health")
+    }
+    assert asked == {"/server_info": 401, "/generate": 401, "/health": 200}, "without its key"
+    assert real_server.key not in real_server.log.read_text(errors="replace")
+    assert real_server.key not in str(scrape(real_server))
     assert facts["version"] == version.version == real_server.installed.version
     assert (facts["host"], facts["port"]) == ("127.0.0.1", real_server.port)
     assert (facts["device"], facts["dtype"], facts["max_total_tokens"]) == ("cpu", "float32", 8192)

@@ -5,15 +5,21 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from cglab.engine.load import Load
 from cglab.errors import ClosedError, InputError, ModelError, NotInstalledError, PortTakenError, ServerError
 from cglab.serving import guarded
 from cglab.serving import server as serving
 from cglab.serving.arm import ServerArm
+from cglab.serving.benchmark import run_benchmark
+from cglab.serving.scrape import scrape
+from cglab.serving.workload import Workload
 from tests.serving.processes import gone, wait_for
 
 OWNER = """
@@ -55,6 +61,75 @@ def test_a_server_is_asked_and_leaves_no_process_and_no_port(launch, pids):
     assert "Load weight begin." in server.log.read_text()
     with pytest.raises(ClosedError, match="arm fake was closed"):
         server.get("/health")
+
+
+def asked_plainly(server, path):
+    """The status that somebody without the key gets."""
+    try:
+        with urllib.request.urlopen(server.url + path) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_nobody_without_its_key_is_answered_and_nothing_tells_the_key(launch, pids):
+    server = launch()
+    assert [asked_plainly(server, path) for path in ("/server_info", "/health", "/metrics")] == [
+        401,
+        200,
+        200,
+    ]
+    assert len(server.key) > 40 and server.get("/server_info").json()["api_key"] == server.key
+    running = Path(f"/proc/{pids()[0]}/cmdline").read_text()
+    assert "start_server.py" in running and server.key not in running
+    log = server.log.read_text()
+    assert log.count("api_key='***'") == 2 and server.key not in log
+    told = server.get("/server_info").json()["env"]
+    assert server.key not in str(told) and not [name for name in told if "KEY" in name]
+    facts = scrape(server)
+    assert facts.arguments["port"] == server.port and facts.arguments["nested"][0]["api_key"] == "***"
+    assert not {"api_key", "admin_api_key"} & facts.arguments.keys(), (
+        "arms that differ in nothing else are equal"
+    )
+    assert server.key not in str(facts) and server.key not in repr(server)
+    assert launch().key != server.key
+
+
+def test_a_key_that_a_log_tells_is_not_quoted_and_the_log_is_its_owners_alone(launch):
+    server = launch("tells the key")
+    assert server.key in server.log.read_text()
+    assert [path.stat().st_mode & 0o777 for path in (server.log, server.log.parent)] == [0o600, 0o700]
+    (told,) = scrape(server).disabled
+    assert "api_key='***'" in told and server.key not in told
+    with pytest.raises(ServerError) as caught:
+        server.post("/generate", {"text": "die"})
+    assert "api_key='***'" in str(caught.value.log_lines)
+    assert server.key not in f"{caught.value}{caught.value.log_lines}{server.log_tail(400)}"
+
+
+def test_a_server_that_wants_another_key_says_so(launch):
+    server = launch()
+    server._client.headers["Authorization"] = "Bearer another"
+    with pytest.raises(
+        ServerError, match=r"refused GET /server_info with status 401: it wants another key"
+    ) as caught:
+        server.get("/server_info")
+    assert caught.value.fault == "refused"
+
+
+def test_sglangs_own_benchmark_is_handed_the_key_and_never_somebody_elses(launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "of another service")
+    point = Workload("point", Load(2, 1, 3, 2), 90, warmups=1)
+    (result,) = run_benchmark(launch(), [point], tmp_path / "bench", deadline=60)
+    assert result.latency.completed == 2 and result.latency.errors == 0
+    (unkeyed,) = run_benchmark(launch(arguments=("--tokenizer-worker-num", "2")), [point], tmp_path / "bench")
+    assert unkeyed.latency.completed == 2
+
+
+def test_where_sglang_refuses_a_key_the_server_has_none(launch):
+    server = launch(arguments=("--tokenizer-worker-num=2",))
+    assert server.key is None and asked_plainly(server, "/server_info") == 200
+    assert server.get("/server_info").json()["api_key"] is None
 
 
 @pytest.mark.parametrize(

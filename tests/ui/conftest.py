@@ -184,6 +184,26 @@ def ttft_records():
     ]  # fmt: skip
 
 
+def mtp_records():
+    """A load in the three forms of the seed step, with intervals, and one that failed."""
+    return [
+        measured(
+            "mtp", arm, {"dataset": "chat", "concurrency": 16, "batch": 16},
+            {} if ms is None else {"tpot_ms": ms, "tpot_low_ms": ms - 0.5, "tpot_high_ms": ms + 0.25},
+        )
+        for arm, ms in (("eager", 9.0), ("graph", 8.0), ("fused", None))
+    ]  # fmt: skip
+
+
+def dflash_records():
+    """Forward occupancy of the three samplers at two concurrencies."""
+    return [
+        measured("dflash", arm, {"concurrency": many}, {"occupancy_percent": percent})
+        for many in (1, 16)
+        for arm, percent in (("eager-untimed", 90.0), ("eager-timed", 93.5), ("graph", 96.0))
+    ]
+
+
 def planner_records():
     """Both phases of one load, the plan first."""
     times = {"prefill": (90.0, 100.0), "decode": (40.0, 50.0)}
@@ -339,7 +359,8 @@ def make():
     return SimpleNamespace(
         compared=compared, drafted=drafted, profiled=profiled, eager_trace=eager_trace, full_trace=full_trace,
         cpu_trace=cpu_trace, record=record, planned=planned, parts=parts, loaded=loaded, load_swept=load_swept,
-        planner_records=planner_records, growth_records=growth_records, capture_records=capture_records,
+        planner_records=planner_records, mtp_records=mtp_records, dflash_records=dflash_records,
+        growth_records=growth_records, capture_records=capture_records,
         prefill_records=prefill_records, ttft_records=ttft_records, crossover_records=crossover_records,
         pipeline_records=pipeline_records, token_records=token_records, scheduler_records=scheduler_records,
         recorded_graph=recorded_graph, workload_covered=workload_covered,

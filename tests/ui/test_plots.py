@@ -40,9 +40,11 @@ def views(make, records):
         "workload_coverage": make.workload_covered().plot,
         "recorded_capture": newest("capture", make.capture_records()).plot,
         "recorded_decode": newest("decode", records).plot,
+        "recorded_dflash": newest("dflash", make.dflash_records()).plot,
         "recorded_graph": make.recorded_graph().plot,
         "recorded_growth": newest("growth", make.growth_records()).plot,
         "recorded_host": lambda: plots.recorded_host(newest("growth", make.growth_records())),
+        "recorded_mtp": newest("mtp", make.mtp_records()).plot,
         "recorded_pipeline": newest("pipeline", make.pipeline_records()).plot,
         "pipeline_sweep": lambda: plots.pipeline_sweep([("eager", 8, 1.0), ("breakable", 8, 3.0)], "By cap"),
         "recorded_planner": newest("planner", make.planner_records()).plot,
@@ -286,6 +288,19 @@ def test_recorded_prefill_has_a_bar_for_each_time_and_none_for_an_arm_that_faile
         "full": {"512": 10.0},
     }
     assert figure.data[2].customdata == ("bitwise",)
+
+
+def test_recorded_loads_with_drafts_are_bars_by_load_with_intervals_where_there_are_any(make):
+    figure = newest("mtp", make.mtp_records()).plot()
+    assert {trace.name: (list(trace.x), list(trace.y)) for trace in figure.data} == {
+        "eager": (["chat, 16 in flight"], [9.0]), "graph": (["chat, 16 in flight"], [8.0]),
+    }  # fmt: skip
+    assert list(figure.data[0].error_y.array) == [0.25] and list(figure.data[0].error_y.arrayminus) == [0.5]
+    occupied = newest("dflash", make.dflash_records()).plot()
+    assert {trace.name: list(trace.y) for trace in occupied.data} == {
+        "eager-untimed": [90.0, 90.0], "eager-timed": [93.5, 93.5], "graph": [96.0, 96.0],
+    }  # fmt: skip
+    assert len({trace.marker.color for trace in occupied.data}) == 3
 
 
 def test_recorded_plans_stand_beside_sglangs_list_by_phase_and_load(make):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 import urllib.error
@@ -87,9 +88,12 @@ def canonical(prompt: list[int], limit: int, temperature: float, ignore_eos: boo
 
 
 def tell(url: str, path: str, body: Any = None) -> None:
-    """Posts, and waits for the answer."""
+    """Posts, and waits for the answer; with the key that SGLang's own client sends."""
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(  # noqa: S310 - the address is the server's on this machine
-        url + path, data=json.dumps(body or {}).encode(), headers={"Content-Type": "application/json"}
+        url + path, data=json.dumps(body or {}).encode(), headers=headers
     )
     with urllib.request.urlopen(request, timeout=600) as answer:  # noqa: S310 - as above
         answer.read()

@@ -1,11 +1,15 @@
 """Speaks /health, /generate, /server_info and /metrics; SGLANG_FAKE says how it misbehaves.
 
+As the real one it has a key if it is given one, asks for it everywhere but at /health and /metrics, and tells it to
+its log and in /server_info.
+
 It has two children, as a real server has its scheduler and its detokenizer: one in its group, one that left it and
 ignores SIGTERM.
 """
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -23,13 +27,30 @@ sglang:cuda_graph_passes_total{mode="decode_none"} 7.0
 
 
 class Handler(BaseHTTPRequestHandler):
+    options = None
+
+    def refuses(self):
+        allowed = self.path.startswith(("/health", "/metrics")) or self.options.api_key is None
+        if allowed or self.headers["Authorization"] == f"Bearer {self.options.api_key}":
+            return False
+        self.answer('{"error":"Unauthorized"}', status=401)
+        return True
+
     def do_GET(self):
+        if self.refuses():
+            return None
         if self.path == "/health" and MODE == "never healthy":
             return self.answer("", status=503)
         if self.path == "/health" and MODE == "hang":
             time.sleep(600)
         if self.path == "/server_info":
-            facts = {"version": "0.5.23", "env": dict(os.environ), "argv": sys.argv, "path": sys.path}
+            facts = {
+                "version": "0.5.23",
+                "env": dict(os.environ),
+                "argv": sys.argv[: sys.argv.index("--api-key")] if self.options.api_key else sys.argv,
+                "path": sys.path,
+            }
+            facts |= {**vars(self.options), "nested": [vars(self.options)]}
             return self.answer(json.dumps(facts))
         if self.path == "/metrics":
             return self.answer(METRICS)
@@ -37,6 +58,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.refuses():
+            return None
         if sent.get("text") == "die":
             print("Traceback: told to die", flush=True)
             os._exit(3)
@@ -57,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
 def main():
     parser = argparse.ArgumentParser(prog="launch_server.py")
     ServerArgs.add_cli_args(parser)
-    options = parser.parse_args()
+    options = Handler.options = parser.parse_args()
     print("Load weight begin.", flush=True)
     if MODE == "out of memory":
         raise RuntimeError("Not enough memory. Please try to increase --mem-fraction-static.")
@@ -67,6 +90,11 @@ def main():
         os.kill(os.getpid(), 9)
     if MODE == "died":
         sys.exit(7)
+    log = logging.getLogger("sglang")
+    log.warning(f"server_args={options}")  # noqa: G004 - as SGLang does
+    log.warning("server_args=%s", options)
+    if MODE == "tells the key":  # as a process that it starts may, whose log is not blanked
+        print(f"Disable graph of {options}", flush=True)
     deaf = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True)
     deaf.stdout.readline()
     plain = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -7,6 +7,7 @@ first tokens without text, as a token that ends within a character has.
 import argparse
 import asyncio
 import json
+import os
 import time
 import urllib.request
 from dataclasses import dataclass, field
@@ -35,11 +36,16 @@ class RequestFuncOutput:
     output_len: int = 0
 
 
+def get_auth_headers():
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 async def async_request_sglang_generate(request_func_input, pbar=None):
     output, start = RequestFuncOutput(), time.perf_counter()
     output.start_time, limit = start, request_func_input.output_len
     body = json.dumps({"input_ids": request_func_input.prompt, "limit": limit, "at": start}).encode()
-    post = urllib.request.Request(args.base_url + "/generate", data=body)
+    post = urllib.request.Request(args.base_url + "/generate", data=body, headers=get_auth_headers())
     await asyncio.to_thread(lambda: urllib.request.urlopen(post, timeout=20).read())
     if limit == 13:
         output.error = "refused"

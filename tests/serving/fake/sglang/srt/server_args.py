@@ -4,6 +4,8 @@ class ServerArgs:
         graphs = ("full", "breakable", "disabled")
         parser.add_argument("--model-path", "--model", required=True)
         parser.add_argument("--host", default="127.0.0.1")
+        parser.add_argument("--api-key")
+        parser.add_argument("--tokenizer-worker-num", type=int, default=1)
         parser.add_argument("--port", type=int, default=30000)
         parser.add_argument("--device")
         parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto")

@@ -4,10 +4,16 @@ import json
 from pathlib import Path
 
 
+class RuntimeEndpoint:
+    def __init__(self, base_url, api_key=None):
+        self.base_url, self.api_key = base_url, api_key
+
+
 def run_eval(args):
     print("Accuracy: told as the harness tells it")
     lines = [json.loads(line) for line in Path(args.data_path).read_text().splitlines()]
     asked = lines[: args.num_questions]
+    Path("key").write_text(str(RuntimeEndpoint(f"http://{args.host}:{args.port}").api_key))
     with Path("asked.jsonl").open("a") as file:
         file.write(json.dumps([each["question"] for each in asked]) + "\n")
     if any(each["question"] == "boom" for each in asked):
