@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from cglab.ui.controls import alert, heading, said
 from cglab.ui.result_panel import ResultPanel
 from cglab.ui.sections import Results, Section
 
@@ -35,3 +36,8 @@ def test_what_a_result_says_is_no_markup(results):
     said = "".join(each.value for each in shown)
     assert "<img" not in said and "&lt;img" in said
     panel.close()
+
+
+@pytest.mark.parametrize("piece", [alert, heading, said])
+def test_no_line_of_the_workspace_is_markup(piece):
+    assert "<img" not in piece(MARKUP) and "&lt;img" in piece(MARKUP)
