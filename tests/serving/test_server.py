@@ -38,7 +38,7 @@ if fork or ending != "fork":
     print(server.pid, server.port, fork, flush=True)
 if ending == "exit":
     sys.exit()
-time.sleep(60)
+time.sleep(600)  # longer than anybody waits for its end
 """
 
 
@@ -284,10 +284,12 @@ def test_nothing_is_left_when_the_interpreter_exits_or_is_killed(root, tmp_path,
         assert owner.wait(200) == (0 if ending == "exit" else -signal.SIGKILL)
         if ending == "exit":  # it waits for the end itself
             assert all(map(gone, family))
-    wait_for(lambda: all(map(gone, family)))
+    try:
+        wait_for(lambda: all(map(gone, family)))
+    finally:
+        if fork:
+            os.kill(fork, signal.SIGKILL)
     assert not listens(port)
-    if fork:
-        os.kill(fork, signal.SIGKILL)
 
 
 def test_a_guardian_that_is_killed_takes_the_server_along(launch, pids):
