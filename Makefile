@@ -8,7 +8,9 @@ START = notebooks/00_start_here.ipynb
 # Tests side by side; on a GPU in turn, since tests look at the memory of the device. A worker without work takes some of
 # another's; a notebook's cells stay together.
 WORKERS ?= $(if $(shell command -v nvidia-smi),0,logical --maxprocesses=4)
-UNIT = --numprocesses=$(WORKERS) --dist=worksteal --ignore=tests/notebooks tests
+SPREAD = --numprocesses=$(WORKERS) --dist=worksteal
+UNIT = $(SPREAD) -m 'not end_to_end and not soak and not sglang' --ignore=tests/notebooks tests
+END_TO_END = $(SPREAD) -m 'end_to_end and not soak and not sglang' --ignore=tests/notebooks tests
 NOTEBOOKS = --numprocesses=$(WORKERS) --dist=loadfile notebooks tests/notebooks
 
 # SGLang brings a torch of its own, so servers have an environment of their own. One that is named is taken as it is.
@@ -21,7 +23,7 @@ AUDIT = .venv-audit
 # $(call LIMIT,SECONDS) before a command ends it after that time, where coreutils' timeout exists.
 LIMIT = $(if $(shell command -v timeout),timeout --foreground --kill-after=30 $(1))
 
-.PHONY: help demo lab test test-unit test-notebooks test-sglang refresh check soak audit
+.PHONY: help demo lab test test-unit test-end-to-end test-notebooks test-sglang refresh check soak audit
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -34,10 +36,13 @@ lab: $(STAMP) ## open JupyterLab on the start notebook (this machine only, with 
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(START) --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
 	  --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
 
-test: check test-unit test-notebooks ## lint, types, layers, unit tests and notebooks
+test: check test-unit test-end-to-end test-notebooks ## lint, types, layers, all tests but those of real servers
 
 test-unit: $(STAMP) ## the unit tests alone
 	$(call LIMIT,2400) $(BIN)/python -m pytest --timeout=300 $(UNIT)
+
+test-end-to-end: $(STAMP) ## whole requests in every mode, the browser, other processes, what is shipped
+	$(call LIMIT,2400) $(BIN)/python -m pytest --timeout=300 $(END_TO_END)
 
 test-notebooks: $(STAMP) ## run the notebooks, with a model of another kind too, and compare what they promise
 	$(call LIMIT,1200) $(BIN)/python -m pytest --timeout=300 $(NOTEBOOKS)
@@ -59,7 +64,7 @@ soak: $(STAMP) ## the exhaustive and long tests, and guards taken away
 	$(call LIMIT,3600) $(BIN)/python scripts/mutation_check.py
 
 audit: $(if $(ADVISORIES),$(STAMP),$(AUDIT)/bin/pip-audit) ## known vulnerabilities of all pins, by the network or ADVISORIES=checkout
-	$(call LIMIT,600) $(if $(ADVISORIES),$(BIN)/python scripts/audit.py --advisories $(ADVISORIES),$(AUDIT)/bin/python scripts/audit.py)
+	$(call LIMIT,600) $(if $(ADVISORIES),$(BIN)/python scripts/audit.py --advisories "$(ADVISORIES)",$(AUDIT)/bin/python scripts/audit.py)
 
 # $(call NEW_VENV,FOLDER) makes an environment. A half-made one has no pip and is made anew.
 define NEW_VENV

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from cglab.errors import CaptureError, HostReadError, Place, UnjoinedStreamError
 from cglab.graphs.breaks import capturing
@@ -152,6 +153,9 @@ class _CpuForCuda(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         if is_pinning(func):
             return args[0].clone()
+        if func is nn.functional.one_hot and (hot := _one_hot(args, kwargs)) is not None:
+            self._streams.used = True
+            return hot
         if not names_cuda(func, args, kwargs):
             return func(*args, **kwargs)
         here, self._streams.used = torch.device("cpu"), True
@@ -161,6 +165,16 @@ class _CpuForCuda(torch.overrides.TorchFunctionMode):
             return args[0].to(here)
         given = [here if _is_cuda(each) else each for each in args]
         return func(*given, **{name: here if _is_cuda(each) else each for name, each in kwargs.items()})
+
+
+def _one_hot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """As a GPU computes it, where a CPU would first read whether the classes are in range; None to count them."""
+    given = dict(zip(("input", "num_classes"), args, strict=False)) | kwargs
+    classes, number = given["input"], given.get("num_classes", -1)
+    if number < 1 or not classes.numel():
+        return None
+    spread: Tensor = classes.new_zeros((*classes.shape, number)).scatter_(-1, classes.unsqueeze(-1), 1)
+    return spread
 
 
 def names_cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

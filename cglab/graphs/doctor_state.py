@@ -57,7 +57,8 @@ def reached(roots: Iterable[tuple[str, Any]]) -> State:
     """The Python state that can be reached from ``roots``: attributes, containers, closures and globals by name.
 
     Objects of Python's and torch's own are not looked into, but for modules, without their parameters: a tensor that is
-    written in place is data. The global generators of Python and NumPy are entries too, and so is torch's seed.
+    written in place is data. The global generators of Python and NumPy are entries too, and so are torch's seed and
+    default dtype.
 
     Args:
         roots: a function, and what it is given, each with a name; two may have the same.
@@ -66,6 +67,7 @@ def reached(roots: Iterable[tuple[str, Any]]) -> State:
         "random's generator": lambda: hash(random.getstate()),
         "numpy.random's generator": _numpy_state,
         "torch's seed": torch.initial_seed,
+        "torch's default dtype": torch.get_default_dtype,
     }
     seen: set[int] = set()
     waiting = deque(roots)  # what is near comes first

@@ -29,6 +29,7 @@ from cglab.graphs.doctor_state import tensors_within
 from cglab.graphs.places import place_of_stack
 from cglab.graphs.refusals import HostReadWatch, refusal
 from cglab.graphs.streams import StreamWatch, install
+from cglab.graphs.writes import POINTING
 
 _SHOWN = (*PLAIN, torch.layout, torch.memory_format)
 
@@ -222,7 +223,10 @@ class _Operations(TorchDispatchMode):
         values = tuple(map(_told, leaves))
         self._run.steps.append(Step(str(func), place, values, self._run.outside(leaves)))
         result = func(*args, **kwargs)
-        self._run.own(result, len(self._run.steps) - 1)
+        if func._schema.name == POINTING:
+            self._run.outside((result,))
+        else:
+            self._run.own(result, len(self._run.steps) - 1)
         return result
 
     def _refusals(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[CaptureError]:

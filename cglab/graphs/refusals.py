@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cglab.errors import (
     CaptureError,
@@ -20,6 +21,7 @@ from cglab.errors import (
     UnsupportedOperationError,
 )
 from cglab.graphs.breaks import capturing
+from cglab.graphs.writes import POINTING
 
 HOST_READ_ADVICE = (
     "keep the value on the device (a tensor condition such as torch.where, or a static slot), "
@@ -37,6 +39,9 @@ NEW_INPUT_ADVICE = (
     "create it outside and hand it in as a slot, or build it from device operations such as torch.full"
 )
 
+_NUMBERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Numbers that torch has made tensors of: they are on the host wherever the rest is."""
+
 HOST_READS = {
     "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::allclose",
     "aten::_linalg_check_errors",
@@ -46,7 +51,7 @@ DYNAMIC = {
     "aten::_unique2", "aten::bincount", "aten::argwhere", "aten::unique_dim_consecutive",
 }  # fmt: skip
 UNSUPPORTED = {
-    "aten::set_": "it points a tensor at other memory, which a replay would not see",
+    POINTING: "it points a tensor at other memory, which a replay would not see",
     "aten::resize_": "it may move the memory that later operations were recorded with",
     "aten::_pin_memory": "pinning memory queries the device",
     "aten::pin_memory": "pinning memory queries the device",
@@ -56,6 +61,26 @@ UNSUPPORTED = {
 
 def _masks(indices: Any) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices or ())
+
+
+def _keeps_memory(target: Tensor, source: Tensor | torch.UntypedStorage | None = None, *_: Any) -> bool:
+    """Whether a tensor had no memory so far, or points to the same: so cuDNN sees an ``nn.LSTM``'s flat weights."""
+    memory = target.untyped_storage()
+    named = source.untyped_storage() if isinstance(source, Tensor) else source
+    return not memory.nbytes() or (named is not None and named.data_ptr() == memory.data_ptr())
+
+
+def _fills(
+    target: Tensor,
+    indices: Any,
+    value: Tensor,
+    accumulate: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether a number goes where a mask says (``y[y > 2] = 0``): torch fills then, and counts nothing on the host."""
+    given = [index for index in indices if index is not None]
+    number = value in _NUMBERS if target.device.type == "cpu" else value.device.type == "cpu"
+    return number and value.numel() == 1 and len(given) == 1 and not accumulate
 
 
 def _groups_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -91,6 +116,9 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture
         "aten::index_put_",
         "aten::_index_put_impl_",
     ) and _masks(args[1])
+    if name == "aten::lift_fresh" and args[0].dim() == 0:
+        _NUMBERS[args[0]] = None
+    masked = masked and not (name != "aten::index" and _fills(*args, **kwargs))
     sized = name != "aten::repeat_interleave" or kwargs.get("output_size") is not None
     if name in DYNAMIC or masked or not sized:
         what = (
@@ -105,7 +133,7 @@ def refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture
             operation="torch.tensor",
             advice=NEW_INPUT_ADVICE,
         )
-    if name in UNSUPPORTED:
+    if name in UNSUPPORTED and not (name == POINTING and _keeps_memory(*args)):
         return UnsupportedOperationError(
             f"{name} cannot be recorded: {UNSUPPORTED[name]}",
             operation=name,

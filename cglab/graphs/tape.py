@@ -39,7 +39,7 @@ from cglab.graphs.recorder import Pool, Result, Segment, TakeSeconds, explained
 from cglab.graphs.refusals import HostReadWatch, refusal
 from cglab.graphs.tape_nodes import nodes_of_tape
 from cglab.graphs.tape_pool import TapePool
-from cglab.graphs.writes import NESTED, WriteJournal, tensors_of, written_tensors
+from cglab.graphs.writes import NESTED, POINTING, WriteJournal, tensors_of, written_tensors
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class TapeTake(TorchDispatchMode):
         if error is not None:
             raise error.at(place_of_stack(sys._getframe()))
         leaves, structure = tree_flatten(result)
-        fresh = [
+        fresh = [] if func._schema.name == POINTING else [
             i for i, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and leaf.numel() and leaf.untyped_storage()._cdata not in owned
         ]  # fmt: skip

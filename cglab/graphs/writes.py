@@ -20,6 +20,9 @@ UNDECLARED: Final = {
 }  # fmt: skip
 """They move their running statistics, unless told that they do not train; their schema says nothing of it."""
 
+POINTING: Final = "aten::set_"
+"""Its result has memory that is there already, though no tensor among its arguments may show it."""
+
 
 NESTED: Final = (list, tuple)
 """All that an operator's schema can nest tensors in, unlike a user's function."""
@@ -75,7 +78,8 @@ class WriteJournal:
         """Runs one operation with its writes noted."""
         self.before(written_tensors(func, args, kwargs))
         result = func(*args, **kwargs)
-        self.made(tensors_of(*args, *kwargs.values()), tensors_of(result))
+        if func._schema.name != POINTING:
+            self.made(tensors_of(*args, *kwargs.values()), tensors_of(result))
         return result
 
     def before(self, tensors: Iterable[Tensor]) -> None:

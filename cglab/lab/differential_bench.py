@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,9 @@ from typing import Any, Final
 import torch
 
 from cglab.errors import InputError
+from cglab.graphs.coverage import Reason
 from cglab.graphs.options import ManyShapesWarning
+from cglab.graphs.out_forms import same_bits
 from cglab.lab.checking import CASES, LATENT, LATENT_ALONE
 from cglab.lab.deviations import Deviation
 from cglab.lab.oracles import Outcome, R, Step, StepOracles, head
@@ -40,6 +43,13 @@ SHAPE: Final = ModelConfig(
 ROUNDING: Final = 1e-4
 """More than another order of sums changes numbers of about one, and less than any wrong row does; measured: 1e-6."""
 
+OF_SIZE: Final = {
+    Reason.ABOVE_LARGEST.name, Reason.ABOVE_LIMIT.name, Reason.SIZE_NOT_CAPTURED.name, Reason.WASTE_CEILING.name,
+}  # fmt: skip
+"""Why a step runs eager whose size is none of a bucket."""
+MISSES: Final = OF_SIZE | {Reason.MORE_KEYS.name}
+"""Why steps of the sequences run eager; any other reason, such as a capture that failed, would hide what is wrong."""
+
 
 class Differential(StepOracles[R]):
     """Put before the sequences of a technique, it holds every step against one eager run."""
@@ -47,15 +57,22 @@ class Differential(StepOracles[R]):
     def check(self, runner: R, step: Step, where: dict[str, Any]) -> list[int]:
         """One step to the bit: all that it hands out, and every slot of the caches but those of the reserved page.
 
+        Its inputs are to stay as they were, and one that ran eager needs a reason that the sequences give it.
+
         It is held against the same step, eager, over inputs that are padded here to its bucket: what loads, pads and
         trims a step is under test. One that ran eager is held against itself at its live size.
 
         Returns:
             What it hands out first: the tokens, where a sequence goes on from them.
         """
-        state, before = self._state(), runner.coverage().captured
+        state, before, reasons = self._state(), runner.coverage().captured, Counter(runner.coverage().reasons)
+        given = {name: value.clone() for name, value in step.inputs.items()}
         output = runner.run(step.live, **step.inputs)
         replayed = runner.coverage().captured - before
+        if written := [name for name, value in given.items() if not same_bits(step.inputs[name], value)]:
+            self._off(Deviation(1, where, f"the step wrote to its inputs {', '.join(written)}"))
+        if not replayed:
+            self._missed(runner, step, set(Counter(runner.coverage().reasons) - reasons), where)
         self.result.steps += 1
         self.result.captured += replayed
         live, size = step.rows * self.width, step.rows
@@ -65,8 +82,14 @@ class Differential(StepOracles[R]):
         if replayed:
             size = min(n for n in runner.serving(step.live).captured.captured_sizes if n >= step.rows)
         self.restore(state)
+        step = replace(step, inputs=given)  # not what the run may have made of them
         eager = runner.run_live_eager(step.live, **self._padded(step, size))
         wanted = self._named(head(eager, live))
+        if got.keys() != wanted.keys():
+            self._off(
+                Deviation(1, where, f"{', '.join(sorted(got.keys() ^ wanted.keys()))}: of one run only")
+            )
+            return got["output 0"].flatten().tolist()
         if replayed and (self.technique, runner.backend) == ("prefill", "full"):
             # Recorded attention has a request axis, and sums in another order than what a break runs.
             self._close(got, wanted, where)
@@ -74,6 +97,13 @@ class Differential(StepOracles[R]):
             wanted = self._named(runner.run_padded_eager(step.live, size, **step.inputs))
         self._same(1, got, wanted, where)
         return got["output 0"].flatten().tolist()
+
+    def _missed(self, runner: R, step: Step, why: set[str], where: dict[str, Any]) -> None:
+        """An eager step is right by itself, so it shows something only where it had to be eager."""
+        exact = step.rows in runner.serving(step.live).captured.buckets
+        if not why or why - MISSES or (exact and why & OF_SIZE):
+            told = f"{step.rows} rows ran eager, for {', '.join(sorted(why)) or 'no reason'}"
+            self._off(Deviation(1, where, told))
 
     def _close(self, got: Outcome, wanted: Outcome, where: dict[str, Any]) -> None:
         for name, value in got.items():

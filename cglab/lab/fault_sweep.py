@@ -111,9 +111,10 @@ class _Sweep:
     def raises(self, index: int) -> None:
         """An exception at one operation; the step after it, and the capture after that."""
         told = f"operation {index}"
-        with self.fresh() as runner, faults.planned(index):
-            if not isinstance(self.capture(runner, self.step.rows), CaptureError):
-                self.failed.append(f"{told}: the fault did not fail the capture")
+        with self.fresh() as runner, faults.planned(index) as plan:
+            error = self.capture(runner, self.step.rows)
+            if error is None or plan.seen <= index:  # not reached: something else was in its way
+                self.failed.append(f"{told}: the fault did not fail the capture, which ended with {error}")
             self.untouched(told)
             self.right(runner, self.eager, WHY_EAGER, f"{told}, the eager step after it")
         with self.fresh() as runner:
@@ -186,6 +187,8 @@ class _Sweep:
         got = self.outcome(lambda: runner.run(self.step.live, **self.step.inputs))
         if set(runner.captured.counts.reasons) != reasons:
             self.failed.append(f"{told}: eager for {runner.captured.counts.reasons}, not for {reasons}")
+        if not reasons and not runner.captured.counts.captured:
+            self.failed.append(f"{told}: nothing was replayed")
         if odd := [name for name in wanted if not same_bits(got[name], wanted[name])]:
             self.failed.append(f"{told}: {', '.join(odd)} differ")
 

@@ -21,7 +21,8 @@ DEVICES: Final = ("cuda", "cpu")
 LOOPBACK: Final = "127.0.0.1"
 SECRETS: Final = ("--api-key", "--admin-api-key")
 """Arguments that no arm may have: its command line and its records would tell them. Each server gets a key of its own,
-which others on this machine do not have; SGLang asks for it everywhere but at ``/health`` and ``/metrics``."""
+which others on this machine do not have. SGLang asks for it everywhere but where a path begins with ``/health``,
+``/metrics`` or, in 0.5.23, ``/ready``: anyone here may ask ``/health_generate``, which generates a token."""
 KEY: Final = "CGLAB_SERVER_KEY"
 """The variable in which ``scripts/start_server.py`` is handed the key."""
 KEYLESS: Final = ("--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--tokenizer-worker-num")
@@ -129,6 +130,11 @@ def command(
             f"{secret[0]} of arm {arm.name} would stand in its command line and its records; leave it out: the server "
             f"listens on {LOOPBACK} alone, with a key of its own"
         )
+    if any(word.partition("=")[0] == "--config" for word in arm.arguments):
+        raise InputError(
+            f"--config of arm {arm.name} names a file whose arguments no check and no record would see; give them as "
+            "words"
+        )
     toggled = settings(arm.toggles, installed)
     given = tuple(_check(arm.arguments, installed))
     if clash := sorted(set(given) & {*OURS, *toggled.arguments[::2]}):
@@ -167,8 +173,12 @@ def command(
 
 
 def takes_key(arm: ServerArm) -> bool:
-    """Whether SGLang lets a server of these arguments have a key."""
-    return not {word.partition("=")[0] for word in arm.arguments} & set(KEYLESS)
+    """Whether SGLang lets a server of these arguments have a key; one tokenizer process is no several."""
+    for place, word in enumerate(arm.arguments):
+        flag, assigned, value = word.partition("=")
+        if flag in KEYLESS and (value if assigned else "".join(arm.arguments[place + 1 : place + 2])) != "1":
+            return False
+    return True
 
 
 def model_path(model: str) -> str:

@@ -87,7 +87,7 @@ def read_json(server: Endpoint, path: str, answer: Answer) -> dict[str, Any]:
     Raises:
         ServerError: if it is no JSON object.
     """
-    text = answer.text if server.key is None else answer.text.replace(server.key, "***")
+    text = without_key(server.key, answer.text)
     try:
         value = json.loads(text)
     except ValueError:
@@ -95,6 +95,11 @@ def read_json(server: Endpoint, path: str, answer: Answer) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise odd(server, f"{path} was answered with something else than a JSON object: {text[:200]!r}")
     return value
+
+
+def without_key(key: str | None, text: str) -> str:
+    """What a server said, fit to be quoted or kept: its key is blanked, if it has one."""
+    return text if key is None else text.replace(key, "***")
 
 
 def with_key(server: Endpoint, variables: Mapping[str, str]) -> dict[str, str]:

@@ -13,11 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cglab.serving.endpoint import Endpoint, odd, read_json
+from cglab.serving.endpoint import Endpoint, odd, read_json, without_key
 
 Sample = tuple[Mapping[str, str], float]
 """Labels and value."""
@@ -36,6 +36,8 @@ _BACKEND = re.compile(r"\bbackend=(\w+)")
 _SECONDS = re.compile(r"elapsed[=:] ?([\d.]+) ?s", re.IGNORECASE)
 _MEMORY = re.compile(r"mem usage=([\d.]+) GB")
 _PASSES = "sglang:cuda_graph_passes_total"
+NO_ARGUMENTS: Final = ("internal_states", "api_key", "admin_api_key")
+"""What of ``/server_info`` does not describe an arm: a key is of one start, and nobody's to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Scrape:
 
     Attributes:
         version: of SGLang.
-        arguments: every resolved server argument.
+        arguments: every resolved server argument but its keys.
         captures: the phases that were captured; empty if none was.
         disabled: what the log says of graphs that are off.
         passes: forward passes by mode since the start, such as ``decode_cuda_graph`` and ``prefill_none``.
@@ -156,7 +158,7 @@ def scrape(server: Endpoint) -> Scrape:
     except ValueError as error:
         raise odd(server, f"/metrics is no page of metrics: {error}") from error
     log = server.log.read_text(encoding="utf-8", errors="replace") if server.log.exists() else ""
-    return gather(info, state, gauges, log)
+    return gather(info, state, gauges, without_key(server.key, log))
 
 
 def gather(
@@ -186,7 +188,7 @@ def gather(
     accepted = state.get("avg_spec_accept_length") or _typical(gauges, "sglang:spec_accept_length")
     return Scrape(
         version=str(info.get("version", "unknown")),
-        arguments={name: value for name, value in info.items() if name != "internal_states"},
+        arguments={name: value for name, value in info.items() if name not in NO_ARGUMENTS},
         captures=captures(log, gauges),
         disabled=tuple(dict.fromkeys(match.strip() for match in _DISABLED.findall(log))),
         passes=told("passes", passes, without),

@@ -15,6 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Self
@@ -24,12 +25,14 @@ import httpx
 from cglab.errors import ClosedError, PortTakenError, ServerError
 from cglab.serving.arm import KEY, LOOPBACK, ServerArm, command, takes_key
 from cglab.serving.diagnosis import NEXT_STEP, Diagnosis, Fault, describe_exit, diagnose
+from cglab.serving.endpoint import without_key
 from cglab.serving.guarded import GuardedProcess
 from cglab.serving.installed import Installed, ask, find_python
 
 POLL: Final = 0.25  # seconds between two looks at a server that starts
 SHOWN, SEARCHED = 12, 400  # last lines of a log in a message, and those that a reason is looked for in
 TAIL_BYTES: Final = 1 << 18
+UNAUTHORIZED: Final = 401
 WIDEST: Final = 300  # letters of a log's line in a message
 
 
@@ -44,7 +47,7 @@ class RunningServer:
         pid: its process id.
         argv: its command line.
         key: what a request must have as ``Authorization: Bearer``; None where SGLang refuses to have one.
-        log: file with all that it said.
+        log: file with all that it said; only its owner reads it, as a process of the server may tell the key.
         started_s: seconds from its start to its first healthy answer; None before that.
     """
 
@@ -78,10 +81,10 @@ class RunningServer:
         return not self._closed and self._process.exit_code() is None
 
     def log_tail(self, lines: int = SHOWN) -> list[str]:
-        """The last lines of its log that say something, oldest first."""
+        """The last lines of its log that say something, oldest first, its key blanked."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            text = without_key(self.key, file.read().decode(errors="replace"))
         return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
 
     def get(self, path: str, *, timeout: float = 30.0) -> httpx.Response:
@@ -153,7 +156,10 @@ class RunningServer:
             fact = f"gave no answer to {method} {path} ({type(error).__name__})"
             raise self._failure(fact, Fault.SILENT) from error
         if not answer.is_success:
-            fact = f"refused {method} {path} with status {answer.status_code}: {answer.text[:WIDEST]}"
+            said = without_key(self.key, answer.text)[:WIDEST]
+            if answer.status_code == UNAUTHORIZED:
+                said = "it wants another key than the lab gave it, as where a file of --config names one"
+            fact = f"refused {method} {path} with status {answer.status_code}: {said}"
             raise self._failure(fact, Fault.REFUSED)
         return answer
 
@@ -195,7 +201,8 @@ def launch(
     installed = ask(find_python(arm.python))
     chosen = free_port() if port is None else check_port(port)
     what = command(arm, installed, chosen)
-    key = secrets.token_urlsafe(32) if takes_key(arm) else None
+    # In hex: in base 64 one of 64 begins with "-", which SGLang takes for an option.
+    key = secrets.token_hex(32) if takes_key(arm) else None
     environment = {**what.environment, **({} if key is None else {KEY: key})}
     with _next_log(Path(log_folder), arm.name) as log:
         process = GuardedProcess(what.argv, environment=environment, log=log)
@@ -238,11 +245,13 @@ def check_port(port: int) -> int:
 
 
 def _next_log(folder: Path, name: str) -> IO[bytes]:
-    """A new file: the logs of earlier instances stay."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """A new file that its owner alone reads, as its folder if it is new: the logs of earlier instances stay."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     number = 1
     while True:
         try:
-            return (folder / f"{name}-{number}.log").absolute().open("xb")
+            return open(
+                (folder / f"{name}-{number}.log").absolute(), "xb", opener=partial(os.open, mode=0o600)
+            )
         except FileExistsError:
             number += 1

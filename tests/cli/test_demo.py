@@ -22,6 +22,8 @@ from cglab.cli import main
 from cglab.commands import demo, files
 from cglab.measure.records import load
 
+pytestmark = pytest.mark.end_to_end
+
 FILES = ("00_start_here.ipynb", "report.html", "results.jsonl")
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 

@@ -21,6 +21,8 @@ from cglab.measure.records import append
 from scripts import readme_table
 from scripts.readme_table import DECODE, PREFILL, TTFT
 
+pytestmark = pytest.mark.end_to_end
+
 
 @pytest.fixture(scope="module")
 def readme(root):

@@ -69,6 +69,17 @@ def test_what_is_to_come_back_is_not_dropped_for_what_leaves_in_the_same_step():
     store.check(dict.fromkeys(back, 1))
 
 
+def test_what_has_come_back_makes_room_again():
+    host = HostPages(1)
+    host.keep(b"old", 1)
+    host.reserve([b"old"])
+    host.restore(b"old", 2)
+    host.take()
+    host.keep(b"new", 3)
+    assert b"new" in host and b"old" not in host
+    assert host.take().kept == [(3, 0)]
+
+
 def test_the_least_recently_used_page_makes_room():
     host = HostPages(2)
     for digest, page in ((b"a", 1), (b"b", 2)):

@@ -235,6 +235,24 @@ def test_copies_inside_a_capture_are_refused(make):
         engine.host.move()
 
 
+def test_a_page_that_leaves_again_before_any_step_is_written_first(make):
+    """Nobody has waited for it yet, and what was in its place before must not be kept under its name."""
+    engine = make("dense")
+    host, keys = engine.host, engine.kv.full.keys
+    first, second, third = (keys[:, page * host.page_size :][:, : host.page_size] for page in (1, 2, 3))
+    first.fill_(7)
+    host.books.keep(b"first", 1)
+    host.move()
+    host.books.restore(b"first", 2)
+    host.move()
+    host.books.keep(b"second", 2)
+    host.move()
+    host.books.restore(b"second", 3)
+    host.move()
+    host.group.settle()
+    assert (second == 7).all() and (third == 7).all()
+
+
 def test_an_arrival_that_fails_is_asked_again(device):
     came = []
     loads = LayerLoads(

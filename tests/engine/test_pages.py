@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cglab.engine.allocator import FreeList
 from cglab.engine.pages import ROOT, PageStore
 from cglab.errors import AccountingError, InputError
 
@@ -211,3 +212,12 @@ def test_the_check_finds_planted_faults(fault, holders, message):
     fault(store, pages)
     with pytest.raises(AccountingError, match=message):
         store.check(holders)
+
+
+def test_an_index_that_was_given_back_cannot_be_given_back_again():
+    free = FreeList(4, "request rows")
+    taken = free.take(2)
+    free.give(taken[:1])
+    with pytest.raises(InputError, match=f"request rows {taken[0]} is not in use"):
+        free.give(taken)
+    assert (free.free, free.used) == (2, {taken[1]})

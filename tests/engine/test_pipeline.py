@@ -23,6 +23,8 @@ from cglab.runners.pipeline_stage import PipelineStageRunner
 
 from .pipeline_rank import BUCKETS, BUDGET, CONTEXT, even, mixed, run
 
+pytestmark = pytest.mark.end_to_end
+
 CPU = torch.device("cpu")
 START = 120  # seconds that processes may take to load on a busy machine; deadlines count from after that
 

@@ -20,7 +20,12 @@ import time
 import numpy as np
 import torch
 import cglab
+import collections
+import functools
+import itertools
+import os
 from torch import nn
+from torch.nn import functional as F
 """
 
 HAZARDS = {
@@ -293,6 +298,134 @@ HAZARDS = {
         def step(x):
             return torch.eye(2).to_sparse().to_dense() + x  #! UnsupportedOperationError
         """,
+    "a count of distinct values": """
+        def step(x):
+            return x + torch.unique(x).numel()  #! DynamicShapeError
+        """,
+    "a boolean mask that is assigned a tensor": """
+        def step(x):
+            y = x.clone()
+            y[y > 2] = x[:1].flatten()[:1].expand(2)  #! DynamicShapeError
+            return y
+        """,
+    "a set that grows": """
+        seen = set()
+        def step(x):
+            y = x * 2
+            seen.add(len(seen))  #! MutatedState
+            return y
+        """,
+    "the default dtype": """
+        kinds = [torch.float64, torch.float32]
+        def step(x):
+            y = x * 2
+            torch.set_default_dtype(torch.float64 if torch.get_default_dtype() == torch.float32 else torch.float32)  #! MutatedState
+            return y
+        """,
+    "nonzero, by dimension": """
+        def step(x):
+            rows, _ = x.nonzero(as_tuple=True)  #! DynamicShapeError
+            return rows.sum()
+        """,
+    "the rows that a condition chooses": """
+        def step(x):
+            rows, _ = torch.where(x > 1)  #! DynamicShapeError
+            return rows.sum()
+        """,
+    "masked_select": """
+        def step(x):
+            return torch.masked_select(x, x > 1).sum()  #! DynamicShapeError
+        """,
+    "rows repeated by numbers on the device": """
+        def step(x):
+            return torch.repeat_interleave(x, x[0].long(), dim=0).sum(0)  #! DynamicShapeError
+        """,
+    "bincount": """
+        def step(x):
+            return torch.bincount(x.flatten().long()).sum()  #! DynamicShapeError
+        """,
+    "a table that lru_cache makes and keeps": """
+        @functools.lru_cache
+        def table(n):
+            return torch.arange(float(n))  #! LazyInitialisation
+        def step(x):
+            return x + table(2)
+        """,
+    "an attribute that is another tensor after each call": """
+        class Step(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w = torch.ones(2)
+            def forward(self, x):
+                self.w = self.w * 2  #! MutatedState MovedInput EscapedTensor
+                return x * self.w
+        step = Step()
+        """,
+    "a parameter with new data": """
+        layer = nn.Linear(2, 2)
+        def step(x):
+            layer.weight.data = layer.weight.data * 2  #! MovedInput EscapedTensor
+            return layer(x)
+        """,
+    "a read in a partial": """
+        def scaled(x, by):
+            return x * by.item()  #! HostReadError
+        step = functools.partial(scaled, by=torch.ones(()))
+        """,
+    "a read in a lambda": """
+        step = lambda x: x + x.max().item()  #! HostReadError
+        """,
+    "a read deep in a Sequential": """
+        class Inner(nn.Module):
+            def forward(self, x):
+                if x.sum() > 3:  #! HostReadError
+                    return x * 2
+                return x
+        step = nn.Sequential(nn.Identity(), nn.Sequential(nn.Linear(2, 2), Inner()))
+        """,
+    "a read in a hook": """
+        step = nn.Linear(2, 2)
+        def look(module, args, output):
+            return output / output.abs().max().item()  #! HostReadError
+        step.register_forward_hook(look)
+        """,
+    "a hook that counts": """
+        step = nn.Linear(2, 2)
+        seen = {}
+        def look(module, args):
+            seen["calls"] = seen.get("calls", 0) + 1  #! MutatedState
+        step.register_forward_pre_hook(look)
+        """,
+    "a value in an f-string": """
+        def step(x):
+            y = x * 2
+            name = f"{y.sum():.2f}"  #! HostReadError
+            return y
+        """,
+    "Python's max of a tensor": """
+        def step(x):
+            return x * max(x.flatten())  #! HostReadError
+        """,
+    "a slice up to a tensor": """
+        def step(x):
+            n = x[0, 0].long()
+            return x[:n] + 1  #! HostReadError
+        """,
+    "one_hot without the number of classes": """
+        def step(x):
+            return F.one_hot(x.long()).sum()  #! HostReadError
+        """,
+    "a number from an iterator": """
+        count = itertools.count()
+        def step(x):
+            y = x + 1
+            return y * next(count)  #! BakedValue
+        """,
+    "a counter in the environment": """
+        def step(x):
+            os.environ["PLANTED"] = str(int(os.environ.get("PLANTED", "0")) + 1)
+            return x * int(os.environ["PLANTED"])  #! BakedValue
+        """,
 }
 
 
@@ -312,10 +445,16 @@ def planted(tmp_path, source):
 
 
 @pytest.mark.parametrize("name", HAZARDS)
-def test_b01_b04_b05_b06_b09_a_planted_hazard_is_found_at_its_line_and_nothing_else(tmp_path, name):
+def test_b01_b04_b05_b06_b09_a_planted_hazard_is_found_at_its_line_and_nothing_else(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.setenv("PLANTED", "0")
     scope, file, wanted = planted(tmp_path, HAZARDS[name])
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    report = cglab.doctor(scope["step"], x=x)
+    try:
+        report = cglab.doctor(scope["step"], x)
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert {(each.place.line, each.kind) for each in report.findings} == wanted, str(report)
     assert {each.place.file for each in report.findings} == {file}
     assert all(each.effect and each.advice and each.fact and each.operation for each in report.findings)
@@ -419,6 +558,90 @@ CLEAN = {
             top = x.flatten().topk(3)
             return torch.where(x > top.values[-1], x, x.new_zeros(())), x.nonzero_static(size=3)
         """,
+    "a number where a mask says": """
+        def step(x):
+            y = x.clone()
+            y[y > 2] = 0.0
+            return y
+        """,
+    "a quantile": """
+        def step(x):
+            return torch.quantile(x, 0.5) + x
+        """,
+    "a draw by weights": """
+        def step(x):
+            return torch.multinomial(x, 1) + x
+        """,
+    "grid_sample": """
+        def step(x):
+            g = x.view(1,1,2,2)
+            return F.grid_sample(x.view(1,1,2,2), g, align_corners=False)
+        """,
+    "sorted, scattered, summed up": """
+        def step(x):
+            v, i = x.sort(-1)
+            return torch.zeros_like(x).scatter_add_(1, i, v).cumsum(0)
+        """,
+    "masks by masked_fill and where": """
+        def step(x):
+            return x.masked_fill(x > 1, 0) + torch.where(x > 1, x, 0)
+        """,
+    "causal attention by heads": """
+        def step(x):
+            q = x.view(1,1,2,2)
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        """,
+    "an embedding with padding": """
+        table = nn.Embedding(8, 4, padding_idx=0)
+        def step(x):
+            return table(x.long())
+        """,
+    "lru_cache of a plain number": """
+        @functools.lru_cache
+        def size(n):
+            return n * 2
+        def step(x):
+            return x * size(2)
+        """,
+    "autocast": """
+        layer = nn.Linear(2,2)
+        def step(x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return layer(x)
+        """,
+    "vmap": """
+        def step(x):
+            return torch.vmap(lambda r: r * r.sum())(x)
+        """,
+    "an autograd function": """
+        class F2(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x * 2
+            @staticmethod
+            def backward(ctx, g):
+                return g
+        def step(x):
+            return F2.apply(x)
+        """,
+    "a weight that is parametrised": """
+        step = nn.utils.parametrizations.weight_norm(nn.Linear(2,2))
+        """,
+    "a named tuple": """
+        Out = collections.namedtuple("Out", "more twice")
+        def step(x):
+            return Out(x + 1, x * 2)
+        """,
+    "a convolution and norms": """
+        net = nn.Sequential(nn.Conv2d(1,2,1), nn.GroupNorm(1,2), nn.SiLU())
+        def step(x):
+            return net(x.view(1,1,2,2))
+        """,
+    "classes that are spread over a known number": """
+        def step(x):
+            return F.one_hot(x.long(), 8).to(x.dtype) @ F.one_hot(input=x.long(), num_classes=8).to(x.dtype).mT
+        """,
 }
 
 
@@ -430,6 +653,15 @@ def test_a_clean_function_is_healthy(tmp_path, name):
     assert report.operations > 0
 
 
+def test_a_read_in_a_helper_of_another_file_is_told_at_its_line_there(tmp_path):
+    helpers = tmp_path / "helpers.py"
+    helpers.write_text("def largest(x):\n    y = x + 1\n    return y.numpy().max()\n")
+    scope = {}
+    exec(compile(helpers.read_text(), str(helpers), "exec"), scope)
+    (found,) = cglab.doctor(lambda x: x * scope["largest"](x), torch.ones(2, 2)).findings
+    assert (found.kind, found.place.file, found.place.line) == ("HostReadError", str(helpers), 3)
+
+
 def test_there_are_thirty_hazards_and_ten_clean_functions_and_every_silent_kind_is_planted():
     planted_kinds = {
         kind
@@ -439,6 +671,22 @@ def test_there_are_thirty_hazards_and_ten_clean_functions_and_every_silent_kind_
     }
     assert len(HAZARDS) >= 30 and len(CLEAN) >= 10
     assert set(ADVICE) <= planted_kinds <= set(EFFECTS)
+
+
+def test_classes_beyond_the_known_number_fail_in_the_doctor_as_they_would_without_it():
+    with pytest.raises(RuntimeError):
+        cglab.doctor(lambda x: torch.nn.functional.one_hot(x, 2), torch.tensor([0, 2]))
+
+
+def test_a_read_in_a_helper_is_found_at_the_line_of_the_helpers_file(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    helper = tmp_path / "planted_helper.py"
+    helper.write_text("def largest(x):\n    return float(x.detach().numpy().max())\n")
+    scope, _, _ = planted(
+        tmp_path, "import planted_helper\ndef step(x):\n    return x * planted_helper.largest(x)\n"
+    )
+    (found,) = cglab.doctor(scope["step"], torch.ones(2, 2)).findings
+    assert (found.kind, found.place.file, found.place.line) == ("HostReadError", str(helper), 2)
 
 
 def test_a_report_is_json_with_the_users_line(tmp_path):

@@ -72,3 +72,64 @@ def test_a_grouped_product_that_copies_its_groups_is_explained_as_a_read_and_a_t
 
     assert explained(lambda: grouped_mm(x.to(torch.int64) is x, lambda: COPY)) is cglab.errors.HostReadError
     assert explained(lambda: torch._check(x.to("meta") is x, lambda: COPY)) is cglab.errors.NewInputError
+
+
+def test_flat_weights_that_are_seen_through_their_storage_are_no_hazard():
+    """cuDNN's layers point an empty tensor at the memory of their parameters, which looks like a move."""
+    weights = torch.arange(4.0).view(2, 2)
+
+    def step(x):
+        flat = torch.empty(0).set_(weights.untyped_storage())
+        flat.add_(1)
+        return x @ flat.view(2, 2)
+
+    x = torch.eye(2)
+    report = cglab.doctor(step, x)
+    assert report.healthy, str(report)
+    with cglab.capture(step, slots={"x": cglab.Slot(pad=0.0)}, buckets=(2,), strict=True) as captured:
+        assert torch.equal(
+            captured(x=x), torch.arange(4.0).view(2, 2) + 1
+        )  # no run but this one left a trace
+        weights.sub_(1)
+        assert torch.equal(
+            weights, torch.arange(4.0).view(2, 2)
+        )  # what was written through the view is undone
+        weights.mul_(10)
+        assert torch.equal(captured(x=x), torch.arange(4.0).view(2, 2) * 10 + 1)
+        assert torch.equal(weights, torch.arange(4.0).view(2, 2) * 10 + 1)
+        assert captured.coverage().share == 1
+
+
+@pytest.mark.parametrize(
+    "move", [lambda y: y.set_(y + 1), lambda y: y.set_(torch.ones(2).untyped_storage()), torch.Tensor.set_]
+)
+def test_a_tensor_that_is_moved_from_its_memory_is_refused(move):
+    def step(x):
+        y = x * 2
+        move(y)
+        return x + 1
+
+    (found,) = cglab.doctor(step, torch.eye(2)).findings
+    assert (found.kind, found.operation) == ("UnsupportedOperationError", "aten::set_")
+
+
+def test_a_number_that_a_mask_writes_is_captured_and_a_tensor_of_the_device_is_refused():
+    """torch fills in the first case; in the second it counts the mask's elements on the host."""
+    zero = torch.zeros(())
+
+    def filled(x):
+        y = x * 2
+        y[y > 2] = 0.0
+        return y
+
+    def put(x):
+        y = x * 2
+        y[y > 2] = zero
+        return y
+
+    (found,) = cglab.doctor(put, torch.eye(2)).findings
+    assert found.kind == "DynamicShapeError"
+    with cglab.capture(filled, slots={"x": cglab.Slot(pad=0.0)}, buckets=(2,), strict=True) as captured:
+        for x in (torch.eye(2), torch.arange(4.0).view(2, 2)):
+            assert torch.equal(captured(x=x), filled(x))
+        assert captured.coverage().share == 1

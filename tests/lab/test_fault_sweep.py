@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from cglab.errors import InputError
+from cglab.graphs import faults
+from cglab.graphs.coverage import Coverage
 from cglab.graphs.recordings import Recordings
 from cglab.graphs.writes import WriteJournal
 from cglab.lab import fault_sweep
@@ -95,6 +97,28 @@ def test_a_step_that_is_wrong_after_a_fault_is_told(monkeypatch):
     monkeypatch.setattr(DecodeRunner, "run", wrong)
     found = sweep_faults("decode", CPU, sample=2)["full", True]
     assert any("the eager step after it: output 1 differ" in line for line in found.failed)
+
+
+def test_a_step_that_neither_replays_nor_says_why_is_told(monkeypatch):
+    monkeypatch.setattr(Coverage, "hit", lambda *_: None)
+    found = sweep_faults("decode", CPU, sample=2)["full", True]
+    assert any("the replay after it: nothing was replayed" in line for line in found.failed)
+
+
+def test_a_capture_that_fails_of_something_else_is_told(monkeypatch):
+    """It would be taken for the planned fault, which then proved nothing."""
+    reach = faults.reach
+
+    def broken(operation):
+        plan = faults._plan.get()
+        if plan is not None and plan.at is not None:
+            raise RuntimeError("broken otherwise")
+        reach(operation)
+
+    monkeypatch.setattr(faults, "reach", broken)
+    found = sweep_faults("decode", CPU, sample=2)["full", True]
+    told = "operation 0: the fault did not fail the capture, which ended with"
+    assert any(line.startswith(told) and "broken otherwise" in line for line in found.failed), found.failed
 
 
 def test_a_record_of_faults_says_what_was_tried():

@@ -14,6 +14,8 @@ from cglab.lab.peers_bench import ARMS, LOCAL, measured, peers
 from cglab.lab.recorded import _key
 from cglab.measure.record import first_line
 
+pytestmark = pytest.mark.end_to_end
+
 CPU = torch.device("cpu")
 HOSTILE = ("full", "eager", "torch-compile", "breakable-cuda-graphs")
 

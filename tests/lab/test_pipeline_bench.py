@@ -121,6 +121,7 @@ def test_a_run_that_did_other_work_is_no_success(s2):
 
 
 @pytest.mark.slow
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(("model", "breaks"), BREAKS.items())
 def test_two_processes_run_the_protocol_through_torchrun(model, breaks):
     records = list(pipeline(CPU, quick=True, models=[model]))
@@ -145,6 +146,7 @@ def test_two_processes_run_the_protocol_through_torchrun(model, breaks):
 
 
 @pytest.mark.slow
+@pytest.mark.end_to_end
 def test_a_job_that_fails_says_what_each_rank_said_and_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the processes: this one has asked for its own already
     wrong = "'fused' is no form of ops"
@@ -237,6 +239,7 @@ def test_what_one_rank_of_a_shared_device_did_otherwise_is_told(wrong, told):
 
 
 @pytest.mark.slow
+@pytest.mark.end_to_end
 def test_two_stages_share_a_device_and_agree_with_one_process(s2):
     made = list(pipeline(CPU, quick=True, share=True, models=["pico-dsa"], caps=(64,), instances=1))
     assert [(r.bench, r.arm, r.workload["cap"]) for r in made] == [

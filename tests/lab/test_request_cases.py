@@ -1,61 +1,30 @@
 """Whole requests, in every mode of both phases: captured, padded eager, alone, poisoned (issue: 64 at concurrency 8)."""
 
 from dataclasses import replace
-from itertools import combinations, product
 
 import pytest
 import torch
 
 from cglab.engine.load import Load
 from cglab.graphs.slots import Slot
-from cglab.lab.request_cases import LOAD, MODES, PAGE_SIZE, check_requests
+from cglab.lab.request_cases import LOAD, PAGE_SIZE, check_requests
 from cglab.runners.decode import DecodeRunner
+
+pytestmark = pytest.mark.end_to_end
 
 CPU = torch.device("cpu")
 FEW = replace(LOAD, count=12)
 
 
-PAIRWISE = {
-    True: (
-        ("eager", "eager"),
-        ("eager", "full"),
-        ("full", "full"),
-        ("full", "breakable"),
-        ("breakable", "eager"),
-    ),
-    False: (("eager", "breakable"), ("full", "eager"), ("breakable", "full"), ("breakable", "breakable")),
-}
-"""Modes of decode and prefill, with and without reuse of prefixes: every pair of settings once."""
-
-
-def hold(prefix_reuse, modes, count):
-    # Without reuse a prefix of one page is enough to be shared wrongly.
-    load = replace(LOAD, count=count, shared_prefix=LOAD.shared_prefix if prefix_reuse else PAGE_SIZE)
-    found = list(check_requests(CPU, prefix_reuse=prefix_reuse, load=load, modes=modes))
-    assert len(found) == len(modes) and all(each.ok for each in found), "\n".join(map(str, found))
-    assert all(each.preemptions > 0 and each.cases == count for each in found)
-    assert len({each.steps for each in found}) == 1, "one schedule, whatever the mode"
-
-
-def test_every_pair_of_settings_is_among_the_few():
-    few = [(*modes, reuse) for reuse, found in PAIRWISE.items() for modes in found]
-    for one, other in combinations(range(3), 2):
-        assert {(each[one], each[other]) for each in few} == set(
-            product({each[one] for each in few}, {each[other] for each in few})
-        )
-    assert {each[:2] for each in few} == set(product(MODES, MODES))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix_reuse", [True, False], ids=["reuse", "no-reuse"])
-def test_requests_in_nine_modes_hold_against_three_oracles(prefix_reuse):
-    hold(prefix_reuse, PAIRWISE[prefix_reuse], 24)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("prefix_reuse", [True, False], ids=["reuse", "no-reuse"])
 def test_64_requests_in_nine_modes_hold_against_three_oracles(prefix_reuse):
-    hold(prefix_reuse, tuple(product(MODES, MODES)), 64)
+    # Without reuse a prefix of one page is enough to be shared wrongly.
+    load = LOAD if prefix_reuse else replace(LOAD, shared_prefix=PAGE_SIZE)
+    found = list(check_requests(CPU, prefix_reuse=prefix_reuse, load=load))
+    assert len(found) == 9 and all(each.ok for each in found), "\n".join(map(str, found))
+    assert all(each.preemptions > 0 and each.cases == 64 for each in found)
+    assert len({each.steps for each in found}) == 1, "one schedule, whatever the mode"
 
 
 def test_riders_of_mixed_batches_too():

@@ -238,3 +238,9 @@ def test_worst_of_several():
     with pytest.raises(InputError):
         worst([])
     assert str(bitwise) == "bitwise: 192 compared"
+
+
+def test_the_bound_is_the_last_that_drifts():
+    ours, theirs = torch.zeros(1, 4), torch.tensor([[0.0, 0.5, 0.0, 0.0]])
+    assert compare_logits(ours, theirs, bound=0.5).verdict is Verdict.DRIFT
+    assert compare_logits(ours, theirs, bound=0.499).verdict is Verdict.CORRUPTED

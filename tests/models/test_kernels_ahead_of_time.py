@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="no Triton here: it comes with torch for CUDA")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 
 SHARED_BYTES = 227 * 1024
 """Most shared memory of a program on capability 9.0, by the CUDA programming guide."""

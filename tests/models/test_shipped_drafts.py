@@ -9,6 +9,8 @@ import torch
 from cglab.models.drafts import load_draft
 from cglab.models.loading import load_model
 
+pytestmark = pytest.mark.end_to_end
+
 LEAST = {"pico-gqa-assistant": 2.5, "pico-gqa-dflash": 3.0, "pico-dsa-nextn": 1.8}
 """Accept length that each is shipped with at least; of 4, 8 and 2 at most."""
 BYTES = {"pico-gqa-assistant": 1.8e6, "pico-gqa-dflash": 5.3e6, "pico-dsa-nextn": 0.5e6}

@@ -38,7 +38,18 @@ def test_no_fitting_python_is_said_clearly(root, tmp_path, old_python):
 
 @pytest.mark.parametrize(
     "target",
-    ["demo", "lab", "test", "test-unit", "test-notebooks", "test-sglang", "refresh", "check", "soak"],
+    [
+        "demo",
+        "lab",
+        "test",
+        "test-unit",
+        "test-end-to-end",
+        "test-notebooks",
+        "test-sglang",
+        "refresh",
+        "check",
+        "soak",
+    ],
 )
 def test_every_command_is_listed_and_makes_the_environment_first(root, tmp_path, target):
     assert f"\n{target}\t" in make(root, "help").stdout
@@ -79,15 +90,17 @@ def test_audit_asks_about_every_pin_from_an_environment_of_its_own_and_is_no_par
         .stdout.strip()
         .splitlines()[-1:]
     )
-    assert offline.endswith(f".venv/bin/python scripts/audit.py --advisories {tmp_path}")
+    assert offline.endswith(f'.venv/bin/python scripts/audit.py --advisories "{tmp_path}"')
 
 
 def test_make_test_checks_then_runs_every_test_once(root):
     plan = make(root, "--dry-run", "test").stdout.strip().splitlines()
-    unit, notebooks = plan[-2:]
-    assert "-m pytest --timeout=300" in unit and unit.endswith("--ignore=tests/notebooks tests")
+    unit, whole, notebooks = plan[-3:]
+    for line, which in ((unit, "not end_to_end"), (whole, "end_to_end")):
+        assert "-m pytest --timeout=300" in line and line.endswith("--ignore=tests/notebooks tests")
+        assert f"-m '{which} and not soak and not sglang'" in line, "between them each test once"
     assert "-m pytest --timeout=300" in notebooks and notebooks.endswith(" notebooks tests/notebooks")
-    assert any(line.endswith("lint-imports") for line in plan[:-2])
+    assert any(line.endswith("lint-imports") for line in plan[:-3])
 
 
 def test_soak_ends_with_guards_taken_away(root):

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.end_to_end
+
 SOURCE = """
 def cut(rows, live):
     return rows[:live] if live < len(rows) else rows

@@ -3,7 +3,7 @@
 import pytest
 
 from cglab.errors import InputError, ModelError, ToggleError
-from cglab.serving.arm import SHIM, START, ServerArm, command, model_path
+from cglab.serving.arm import SHIM, START, ServerArm, command, model_path, takes_key
 
 
 def flags(argv):
@@ -94,6 +94,11 @@ def test_what_a_cluster_needs_is_passed_through(installed):
             {"arguments": ("--admin-api-key=x",)},
             "leave it out: the server listens on 127.0.0.1 alone, with a key",
         ),
+        (
+            {"arguments": ("--config", "x.yaml")},
+            "--config of arm a names a file whose arguments no check and no",
+        ),
+        ({"arguments": ("--config=x.yaml",)}, "give them as words"),
         ({"arguments": ("--model", "x")}, "--model of arm a is given by the lab itself"),
         (
             {"arguments": ("--cuda-graph-backend-decode", "full"), "toggles": {"decode": "eager"}},
@@ -154,3 +159,15 @@ def test_a_model_is_a_folder_or_a_hub_id(tmp_path, root, monkeypatch, installed)
         model_path("/no/such")
     with pytest.raises(ModelError, match="no model ''"):
         model_path("")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "taken"),
+    [
+        ((), True), (("--tokenizer-worker-num", "1"), True), (("--tokenizer-worker-num=1",), True),
+        (("--tokenizer-worker-num", "2"), False), (("--tokenizer-worker-num=2", "--tp-size", "1"), False),
+        (("--grpc-port", "4000"), False), (("--smg-grpc-mode",), False), (("--nnodes", "2"), True),
+    ],
+)  # fmt: skip
+def test_a_server_has_a_key_unless_sglang_refuses_one(arguments, taken):
+    assert takes_key(ServerArm("a", "pico-gqa", arguments=arguments)) is taken

@@ -76,7 +76,9 @@ def test_a_recipe_is_found_by_name_and_source_and_an_unknown_one_lists_them():
     assert find_recipe("S3") is not None and find_recipe("s3-dsa-prefill").source == "S3"
     with pytest.raises(InputError, match="'s9' is no recipe.*; good names: s0-seed-step"):
         find_recipe("s9")
-    with pytest.raises(InputError, match="'published' is no variant of recipe s1-decode-runner; good names: gpu, cpu"):
+    with pytest.raises(
+        InputError, match="'published' is no variant of recipe s1-decode-runner; good names: gpu, cpu"
+    ):
         find_recipe("s1").variant("published")
 
 

@@ -38,7 +38,7 @@ if fork or ending != "fork":
     print(server.pid, server.port, fork, flush=True)
 if ending == "exit":
     sys.exit()
-time.sleep(60)
+time.sleep(600)  # longer than anybody waits for its end
 """
 
 
@@ -87,9 +87,34 @@ def test_nobody_without_its_key_is_answered_and_nothing_tells_the_key(launch, pi
     told = server.get("/server_info").json()["env"]
     assert server.key not in str(told) and not [name for name in told if "KEY" in name]
     facts = scrape(server)
-    assert facts.arguments["port"] == server.port and facts.arguments["api_key"] == "***"
+    assert facts.arguments["port"] == server.port and facts.arguments["nested"][0]["api_key"] == "***"
+    assert not {"api_key", "admin_api_key"} & facts.arguments.keys(), (
+        "arms that differ in nothing else are equal"
+    )
     assert server.key not in str(facts) and server.key not in repr(server)
     assert launch().key != server.key
+
+
+def test_a_key_that_a_log_tells_is_not_quoted_and_the_log_is_its_owners_alone(launch):
+    server = launch("tells the key")
+    assert server.key in server.log.read_text()
+    assert [path.stat().st_mode & 0o777 for path in (server.log, server.log.parent)] == [0o600, 0o700]
+    (told,) = scrape(server).disabled
+    assert "api_key='***'" in told and server.key not in told
+    with pytest.raises(ServerError) as caught:
+        server.post("/generate", {"text": "die"})
+    assert "api_key='***'" in str(caught.value.log_lines)
+    assert server.key not in f"{caught.value}{caught.value.log_lines}{server.log_tail(400)}"
+
+
+def test_a_server_that_wants_another_key_says_so(launch):
+    server = launch()
+    server._client.headers["Authorization"] = "Bearer another"
+    with pytest.raises(
+        ServerError, match=r"refused GET /server_info with status 401: it wants another key"
+    ) as caught:
+        server.get("/server_info")
+    assert caught.value.fault == "refused"
 
 
 def test_sglangs_own_benchmark_is_handed_the_key_and_never_somebody_elses(launch, tmp_path, monkeypatch):
@@ -99,6 +124,12 @@ def test_sglangs_own_benchmark_is_handed_the_key_and_never_somebody_elses(launch
     assert result.latency.completed == 2 and result.latency.errors == 0
     (unkeyed,) = run_benchmark(launch(arguments=("--tokenizer-worker-num", "2")), [point], tmp_path / "bench")
     assert unkeyed.latency.completed == 2
+
+
+def test_a_key_that_looks_like_an_option_is_never_made(launch, monkeypatch):
+    monkeypatch.setattr("secrets.token_bytes", lambda count: b"\xf8" * count)  # "-Pj4..." in base 64
+    server = launch()
+    assert server.get("/server_info").json()["api_key"] == server.key == "f8" * 32
 
 
 def test_where_sglang_refuses_a_key_the_server_has_none(launch):
@@ -253,10 +284,12 @@ def test_nothing_is_left_when_the_interpreter_exits_or_is_killed(root, tmp_path,
         assert owner.wait(200) == (0 if ending == "exit" else -signal.SIGKILL)
         if ending == "exit":  # it waits for the end itself
             assert all(map(gone, family))
-    wait_for(lambda: all(map(gone, family)))
+    try:
+        wait_for(lambda: all(map(gone, family)))
+    finally:
+        if fork:
+            os.kill(fork, signal.SIGKILL)
     assert not listens(port)
-    if fork:
-        os.kill(fork, signal.SIGKILL)
 
 
 def test_a_guardian_that_is_killed_takes_the_server_along(launch, pids):

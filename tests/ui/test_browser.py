@@ -16,6 +16,8 @@ from urllib.request import urlopen
 
 import pytest
 
+pytestmark = pytest.mark.end_to_end
+
 NOTEBOOK = "09_dashboard.ipynb"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 120_000  # milliseconds: other tests may have the machine

@@ -8,6 +8,8 @@ import time
 import pytest
 from jupyter_client.manager import KernelManager
 
+pytestmark = pytest.mark.end_to_end
+
 OPEN = """
 import json
 import cglab

@@ -1,5 +1,7 @@
 """``%%cglab_doctor`` in a real IPython shell: the call that a cell ends with is looked at, and told by the cell's lines."""
 
+from contextlib import nullcontext
+
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
@@ -110,6 +112,17 @@ def test_an_indented_cell_runs(shell, capsys):
 def test_an_error_of_the_function_comes_through(shell):
     with pytest.raises(KeyError, match="mine"):
         shell.run_cell_magic("cglab_doctor", "", "def step():\n    raise KeyError('mine')\n\nstep()")
+
+
+@pytest.mark.parametrize(
+    ("argument", "outcome", "left"),
+    [("torch.ones(2, 2)", nullcontext(), {"report"}), ("missing", pytest.raises(NameError), set())],
+)
+def test_cells_see_their_own_names_and_the_report_s_only(shell, argument, outcome, left):
+    before = shell.user_ns.keys() | {"torch", "step"}
+    with outcome:
+        shell.run_cell_magic("cglab_doctor", "report", f"{CELL}step({argument})")
+    assert shell.user_ns.keys() - before == left
 
 
 def test_setup_of_a_notebook_brings_the_magic(monkeypatch, bare):

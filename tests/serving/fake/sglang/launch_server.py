@@ -93,6 +93,8 @@ def main():
     log = logging.getLogger("sglang")
     log.warning(f"server_args={options}")  # noqa: G004 - as SGLang does
     log.warning("server_args=%s", options)
+    if MODE == "tells the key":  # as a process that it starts may, whose log is not blanked
+        print(f"Disable graph of {options}", flush=True)
     deaf = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True)
     deaf.stdout.readline()
     plain = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
