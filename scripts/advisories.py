@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
+PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==(\S+)", re.MULTILINE)
 MODIFIED = re.compile(r"^modified: [\"']?(\d{4}-\d{2}-\d{2})", re.MULTILINE)
 
 
@@ -46,7 +46,7 @@ def advisories(folder: Path, name: str, version: Version) -> Iterator[dict[str, 
     """The advisories of a package that concern a version, each with the versions that mend it."""
     for file in sorted(folder.glob("*.yaml")):
         # Everything as text: a version such as 1.10 is no number.
-        told = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506 - makes no objects
+        told = yaml.BaseLoader(file.read_text(encoding="utf-8")).get_single_data()
         if told.get("withdrawn"):
             continue
         ours = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import tempfile
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from nbformat import NotebookNode
 from traitlets import default
 
 CELL_SECONDS = 120
-JOIN_SECONDS, END_SECONDS = 0.2, 30
+LOOK_SECONDS, END_SECONDS = 0.2, 30
 """How often Ctrl-C is looked for, which may reach another thread than the one that waits; how long a kernel may end."""
 
 
@@ -74,6 +75,8 @@ def execute(
 def _run(client: NotebookClient) -> None:
     """Runs a client in a thread of its own: in the main thread it would take Ctrl-C for a dead kernel."""
     failed: list[BaseException] = []
+    # Not by joining the thread: before Python 3.13 a join that Ctrl-C interrupts takes it for ended from then on.
+    ended = threading.Event()
     # A loop of its own, which ends every task that nbclient leaves behind when it closes.
     runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
     loop = runner.get_loop()
@@ -86,16 +89,17 @@ def _run(client: NotebookClient) -> None:
                     runner.run(_execute(client, said))
             except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
                 failed.append(error)
+            finally:
+                ended.set()
 
-        thread = threading.Thread(target=work, name="notebook", daemon=True)
-        thread.start()
+        threading.Thread(target=work, name="notebook", daemon=True).start()
         try:
-            while thread.is_alive():
-                thread.join(JOIN_SECONDS)
+            while not ended.wait(LOOK_SECONDS):
+                pass
         except BaseException:
             with suppress(RuntimeError):  # the loop is closed: the notebook has ended, and its kernel
                 loop.call_soon_threadsafe(_cancel_all, loop)
-            thread.join(END_SECONDS)
+            ended.wait(END_SECONDS)
             raise
         if failed:
             if isinstance(failed[0], DeadKernelError):
@@ -108,6 +112,11 @@ async def _execute(client: NotebookClient, said: IO[bytes]) -> None:
     try:
         await client.async_execute(stdout=said, stderr=said)
     finally:
+        # A client that was cancelled while it cleaned up would do that once more as the interpreter exits, in a loop of
+        # its own, and wait there for sockets of this one for ever.
+        atexit.unregister(client._cleanup_kernel)  # noqa: SLF001 - it offers no other way
+        if client.kc is not None:
+            client.kc.stop_channels()
         if client.km is not None:  # cancelled while it started: nbclient leaves it until this process ends
             await ensure_async(client.km.shutdown_kernel(now=True))
 

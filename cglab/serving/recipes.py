@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -283,6 +283,13 @@ def _make(kind: Any, values: Mapping[str, Any]) -> Any:
     if unknown := sorted(set(values) - set(names)):
         raise InputError(
             f"{unknown[0]!r} is no field of a {kind.__name__.lower()}; it has {', '.join(names)}"
+        )
+    needed = [
+        each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING
+    ]
+    if lacking := [name for name in needed if name not in values]:
+        raise InputError(
+            f"a {kind.__name__.lower()} needs {', '.join(lacking)} as well; the shipped files have them all"
         )
     return kind(
         **{

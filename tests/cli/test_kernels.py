@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -16,6 +17,10 @@ from cglab.commands.kernels import execute
 
 def notebook(*sources):
     return new_notebook(cells=[new_markdown_cell("# Title"), *map(new_code_cell, sources)])
+
+
+def notebooks_run():
+    return [each for each in threading.enumerate() if each.name == "notebook"]
 
 
 def gone(process, seconds=60):
@@ -71,6 +76,7 @@ def test_an_interrupt_ends_the_kernel_and_comes_through(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         execute(notebook(source), tmp_path)
     assert gone(int(told.read_text()))
+    assert not notebooks_run(), "the thread is waited for: what it still does while Python ends hangs there"
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -92,14 +98,13 @@ def test_an_interrupt_while_the_kernel_starts_comes_through(tmp_path, capfd, mon
 
 
 def test_an_interrupt_as_the_notebook_ends_is_one_too(tmp_path, monkeypatch):
-    join = threading.Thread.join
+    class Interrupted(threading.Event):
+        def wait(self, timeout=None):
+            super().wait(60)
+            if timeout == kernels.LOOK_SECONDS:
+                raise KeyboardInterrupt
+            return True
 
-    def interrupted(thread, timeout=None):
-        if thread.name != "notebook":
-            return join(thread, timeout)
-        join(thread)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(kernels, "threading", SimpleNamespace(Event=Interrupted, Thread=threading.Thread))
+    with pytest.raises(KeyboardInterrupt):
         execute(notebook("pass"), tmp_path)

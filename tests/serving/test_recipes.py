@@ -90,7 +90,7 @@ def test_a_recipe_is_found_by_name_and_source_and_an_unknown_one_lists_them():
             'source = "S0"\n[cpu]\nhardwear = "x"\narms = []\npoints = []',
             "'hardwear' is no field of a variant",
         ),
-        ('source = "S0"', "missing"),
+        ('source = "S0"', "a recipe needs techniques, title, "),
         ("[cpu]\narms = []", "points"),
     ],
 )

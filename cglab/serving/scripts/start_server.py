@@ -34,7 +34,7 @@ def blank_in_log(secret: str) -> None:
 if __name__ == "__main__":
     # Out of the environment: nothing that the server starts has it.
     key = os.environ.pop("CGLAB_SERVER_KEY", None)
-    if key is not None:
+    if key:
         blank_in_log(key)
         sys.argv += ["--api-key", key]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
