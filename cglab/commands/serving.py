@@ -17,7 +17,8 @@ from cglab.measure.record import Record
 from cglab.measure.records import append, load
 from cglab.serving.compare import BENCH, compare_servers
 from cglab.serving.comparison import ServerComparison
-from cglab.serving.recipes import Recipe, Variant, find_recipe
+from cglab.serving.recipe_files import find_recipe
+from cglab.serving.recipes import Recipe, Variant
 from cglab.serving.recorded import RecordedServers, require_one_comparison
 
 _SHOWN = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +23,25 @@ SAME = {"bitwise": "equal", "drift": "equal but for near-ties", "corrupted": "**
 
 
 @dataclass(frozen=True)
-class Peers(Block):
-    """The block of one decode token, from ids on the host to ids on the host."""
+class TokenBlock(Block):
+    """A block of one decode token, from ids on the host to ids on the host."""
 
-    name: str = "peers"
     bench: str = "peers"
 
     def text(self, folder: Path | None) -> str:
         """The block from the records of a folder."""
         return self.block(recorded("token", folder))
+
+    @abstractmethod
+    def block(self, results: Recorded) -> str:
+        """The block from records, or that there are none yet."""
+
+
+@dataclass(frozen=True)
+class Peers(TokenBlock):
+    """Every peer that computed the token, or why it could not."""
+
+    name: str = "peers"
 
     def block(self, results: Recorded) -> str:
         """The table, fastest first, under one line on where and when."""
@@ -47,15 +58,10 @@ class Peers(Block):
 
 
 @dataclass(frozen=True)
-class Fastest(Block):
+class Fastest(TokenBlock):
     """Of the same steps one line each: the floor, the lab's token, an eager one, and the fastest of all other peers."""
 
     name: str = "fastest"
-    bench: str = "peers"
-
-    def text(self, folder: Path | None) -> str:
-        """The block from the records of a folder."""
-        return self.block(recorded("token", folder))
 
     def block(self, results: Recorded) -> str:
         """The table, under one line on where and when."""

@@ -8,9 +8,8 @@ shipped model, where there are no graphs and a comparison shows that all of it w
 from __future__ import annotations
 
 import json
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,6 @@ from cglab.models.presets import PRESETS
 from cglab.serving.arm import ServerArm, vocabulary_of
 from cglab.serving.random_weights import RANDOM_WEIGHTS, write_folder
 from cglab.serving.workload import LANE_OFFSET, Workload, point
-from cglab.settings import read_settings
 
 VARIANTS: Final = ("published", "gpu", "cpu")
 
@@ -231,69 +229,3 @@ class Recipe:
         if name not in self.variants:
             raise InputError(no_such(f"variant of recipe {self.name}", name, self.variants))
         return self.variants[name]
-
-
-def load_recipes(folder: str | Path | None = None) -> dict[str, Recipe]:
-    """Every recipe by name, by default of the data folder.
-
-    Raises:
-        InputError: if a file is no recipe, or there are none.
-    """
-    where = read_settings().data / "recipes" if folder is None else Path(folder)
-    files = sorted(where.glob("*.toml"))
-    if not files:
-        raise InputError(f"no recipes in {where}; they come with a clone of the repository")
-    return {file.stem: _read(file) for file in files}
-
-
-def find_recipe(name: str, folder: str | Path | None = None) -> Recipe:
-    """A recipe by its name or its source, such as ``s3`` or ``S3``.
-
-    Raises:
-        InputError: if there is none.
-    """
-    recipes = load_recipes(folder)
-    for recipe in recipes.values():
-        if name.lower() in (recipe.name.lower(), recipe.source.lower()):
-            return recipe
-    raise InputError(no_such("recipe", name, recipes))
-
-
-def _read(file: Path) -> Recipe:
-    try:
-        told = tomllib.loads(file.read_text(encoding="utf-8"))
-        variants = {name: _variant(told.pop(name)) for name in VARIANTS if name in told}
-        return _make(Recipe, {**told, "name": file.stem, "variants": variants})
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{file} is no recipe: {error}") from error
-
-
-def _variant(told: Mapping[str, Any]) -> Variant:
-    values = {"environment": {}, "declared": (), **told}
-    values["arms"] = tuple(_make(Arm, {"toggles": {}, "environment": {}, **arm}) for arm in told["arms"])
-    values["points"] = tuple(_make(Point, {"published": {}, **each}) for each in told["points"])
-    if "draft" in told:
-        values["draft"] = _make(Draft, {"config": {}, **told["draft"]})
-    return _make(Variant, values)
-
-
-def _make(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A part of a recipe; lists become tuples, and a misspelt name is an error."""
-    names = [each.name for each in fields(kind)]
-    if unknown := sorted(set(values) - set(names)):
-        raise InputError(
-            f"{unknown[0]!r} is no field of a {kind.__name__.lower()}; it has {', '.join(names)}"
-        )
-    needed = [
-        each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING
-    ]
-    if lacking := [name for name in needed if name not in values]:
-        raise InputError(
-            f"a {kind.__name__.lower()} needs {', '.join(lacking)} as well; the shipped files have them all"
-        )
-    return kind(
-        **{
-            name: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-            for name, value in values.items()
-        }
-    )

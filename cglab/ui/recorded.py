@@ -48,10 +48,8 @@ def recorded_prefill(recorded: Recorded) -> go.Figure:
     steps = [each for each in recorded.records if each.workload.get("tokens") is not None]
     steps.sort(key=lambda record: (_cached(record), record.workload["tokens"]))
     bars = _bars(recorded, steps, "step_ms", _model, _tokens)
-    if not bars:
-        return empty("Prefill step on a GPU: not recorded yet", str(recorded))
-    return grouped_bars(
-        f"Prefill step on {recorded.device}", recorded.note, bars,
+    return _drawn(
+        recorded, bars, "Prefill step", f"Prefill step on {recorded.device}",
         groups="size (tokens)", heights="step time (ms)",
     )  # fmt: skip
 
@@ -65,12 +63,10 @@ def recorded_ttft(recorded: Recorded) -> go.Figure:
         ),
     )  # fmt: skip
     bars = _bars(recorded, points, "ttft_ms", _prompt, lambda each: str(each.workload["concurrency"]))
-    if not bars:
-        return empty("Time to first token on a GPU: not recorded yet", str(recorded))
     models = ", ".join(dict.fromkeys(_model(each) for each in points))
-    return grouped_bars(
-        f"Median time to first token of {models} on {recorded.device}", recorded.note,
-        bars, groups="in flight (requests)", heights="time to first token (ms)",
+    return _drawn(
+        recorded, bars, "Time to first token", f"Median time to first token of {models} on {recorded.device}",
+        groups="in flight (requests)", heights="time to first token (ms)",
     )  # fmt: skip
 
 
@@ -80,10 +76,8 @@ def recorded_mtp(recorded: Recorded) -> go.Figure:
         recorded, recorded.records, "tpot_ms", _model,
         lambda each: f"{each.workload.get('dataset', 'load')}, {each.workload['concurrency']} in flight",
     )  # fmt: skip
-    if not bars:
-        return empty("Loads with a draft on a GPU: not recorded yet", str(recorded))
-    return grouped_bars(
-        f"Time per output token by seed step on {recorded.device}", recorded.note, bars,
+    return _drawn(
+        recorded, bars, "Loads with a draft", f"Time per output token by seed step on {recorded.device}",
         groups="load", heights="time per output token (ms)",
     )  # fmt: skip
 
@@ -93,10 +87,8 @@ def recorded_dflash(recorded: Recorded) -> go.Figure:
     bars = _bars(
         recorded, recorded.records, "occupancy_percent", _model, lambda each: str(each.workload["concurrency"])
     )  # fmt: skip
-    if not bars:
-        return empty("Forward occupancy with a block draft on a GPU: not recorded yet", str(recorded))
-    return grouped_bars(
-        f"Forward occupancy by sampler on {recorded.device}", recorded.note, bars,
+    return _drawn(
+        recorded, bars, "Forward occupancy with a block draft", f"Forward occupancy by sampler on {recorded.device}",
         groups="in flight (requests)", heights="forward occupancy (%)", unit="%",
     )  # fmt: skip
 
@@ -107,10 +99,8 @@ def recorded_planner(recorded: Recorded) -> go.Figure:
         recorded, recorded.records, "time_ms",
         lambda each: str(each.workload["phase"]), lambda each: str(each.workload["load"]),
     )  # fmt: skip
-    if not bars:
-        return empty("Planned buckets on a GPU: not recorded yet", str(recorded))
-    return grouped_bars(
-        f"Planned buckets beside SGLang's list, costs of {recorded.device}", recorded.note, bars,
+    return _drawn(
+        recorded, bars, "Planned buckets", f"Planned buckets beside SGLang's list, costs of {recorded.device}",
         groups="load", heights="time of all steps (ms)",
     )  # fmt: skip
 
@@ -141,6 +131,13 @@ def recorded_ttft_crossover(recorded: Recorded) -> go.Figure:
     made.add_hline(y=1.0, line={"color": GREY, "width": 1.5}, annotation_text="eager")
     made.update_xaxes(title_text="prompt (tokens)", **size_axis(sorted(sizes)))
     return made.update_yaxes(title_text="captured over eager time (ratio)", rangemode="tozero")
+
+
+def _drawn(recorded: Recorded, bars: Sequence[Bar], what: str, title: str, **axes: str) -> go.Figure:
+    """Bars in groups; or, without any, that this is not recorded. ``axes`` are those of ``grouped_bars``."""
+    if not bars:
+        return empty(f"{what} on a GPU: not recorded yet", str(recorded))
+    return grouped_bars(title, recorded.note, bars, **axes)
 
 
 def _bars(

@@ -7,7 +7,7 @@ import pytest
 from cglab.errors import InputError, ToggleError
 from cglab.serving.arm import command
 from cglab.serving.installed import ask, find_python
-from cglab.serving.recipes import load_recipes
+from cglab.serving.recipe_files import load_recipes
 from cglab.serving.toggles import Missing, switch
 
 pytestmark = pytest.mark.sglang

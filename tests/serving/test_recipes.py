@@ -8,7 +8,8 @@ import pytest
 from cglab.errors import InputError
 from cglab.measure.published import SOURCES, load_published
 from cglab.serving.fairness import flags, require_equal_arms
-from cglab.serving.recipes import VARIANTS, find_recipe, load_recipes
+from cglab.serving.recipe_files import find_recipe, load_recipes
+from cglab.serving.recipes import VARIANTS
 from cglab.serving.toggles import KNOWN
 
 RECIPES = load_recipes()
@@ -98,6 +99,15 @@ def test_a_broken_recipe_names_its_file_and_fault(tmp_path, text, told):
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(InputError, match=rf"mine\.toml is no recipe: (.|\n)*{told}"):
         load_recipes(tmp_path)
+
+
+def test_a_broken_recipe_is_in_the_way_of_no_other(root, tmp_path):
+    for file in (root / "data" / "recipes").glob("*.toml"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "a-broken-one.toml").write_text("source =")
+    assert find_recipe("s3", tmp_path).source == "S3"
+    with pytest.raises(InputError, match=r"a-broken-one\.toml is no recipe"):
+        find_recipe("s9", tmp_path)
 
 
 def test_without_recipes_it_says_where_they_come_from(tmp_path):
